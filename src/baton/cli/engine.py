@@ -1,0 +1,119 @@
+"""`baton engine`: checks, then becomes one vLLM server in a role."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from baton.cli.parser import Failure, Parser, port_number
+from baton.cluster import Role, TransferMode
+from baton.engine.settings import parse_cpus
+from baton.launch import EngineRequest, LaunchError, check_engine, dashed, engine_command, installed_engine
+from baton.launch.devices import available_cpus
+from baton.models import ModelError, resolve
+
+
+def run(words: Sequence[str]) -> int:
+    parser = _parser()
+    args, vllm_args = parser.parse_known_args(dashed(words))
+    _check_words(vllm_args)
+    try:
+        model = resolve(args.model, report=lambda line: print(f"{line} ...", file=sys.stderr, flush=True))
+        install = installed_engine()
+        request = EngineRequest(
+            role=Role(args.role),
+            vllm_args=tuple(vllm_args),
+            side_channel_host=args.side_channel_host,
+            side_channel_port=args.side_channel_port,
+            cpus=args.cpus,
+            available_cpus=available_cpus(),
+            nixl_nap_us=args.nixl_nap_us,
+            transfer_mode=TransferMode(args.transfer_mode),
+        )
+        command = engine_command(request, model, install, os.environ)
+    except LaunchError as error:
+        raise Failure(str(error), 2) from error
+    except ModelError as error:
+        raise Failure(str(error)) from error
+    if args.dry_run:
+        print(command.shell())
+        return 0
+    problems = check_engine(command, install, local_model=model.local)
+    if problems:
+        code = 2 if all(problem.words for problem in problems) else 1
+        raise Failure(problems[0].what, code, [problem.what for problem in problems[1:]])
+    sys.stdout.flush()
+    # The same process goes on as the engine: its pid, its signals and its exit code are the caller's.
+    os.execvpe(command.argv[0], command.argv, {**os.environ, **command.environ})
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="baton engine",
+        usage="baton engine MODEL --role prefill|decode [options] [vllm serve's flags]",
+        description="One vLLM server in a role. Every flag of `vllm serve` passes through.",
+        epilog=(
+            "examples:\n"
+            "  baton engine smollm2-135m-instruct --role prefill --port 8100 --side-channel-port 5559\n"
+            "  baton engine smollm2-135m-instruct --role decode --port 8200 --side-channel-port 5659 --max-num-seqs 8\n"
+            "vLLM's own flags: python -m baton.engine.serve --help=all"
+        ),
+    )
+    parser.add_argument("model", metavar="MODEL", help="an embedded model's name, a folder, or a hub id")
+    parser.add_argument("--role", required=True, choices=[str(role) for role in Role], help="the phase it runs")
+    parser.add_argument(
+        "--transfer-mode",
+        default="read",
+        choices=[str(mode) for mode in TransferMode],
+        help="who moves the KV cache (default: read, the decode server pulls)",
+    )
+    parser.add_argument(
+        "--side-channel-host",
+        metavar="HOST",
+        help="where NIXL's metadata exchange binds, advertised to peers "
+        "(default: $VLLM_NIXL_SIDE_CHANNEL_HOST, else 127.0.0.1)",
+    )
+    parser.add_argument(
+        "--side-channel-port",
+        type=port_number,
+        metavar="PORT",
+        help="its first port, one a data-parallel rank (default: $VLLM_NIXL_SIDE_CHANNEL_PORT, "
+        "else 5559 for prefill and 5659 for decode)",
+    )
+    parser.add_argument(
+        "--cpus", type=_cpus, default=(), metavar="LIST", help="cores it may use, such as 0-3,8 (default: all)"
+    )
+    parser.add_argument(
+        "--nixl-nap-us",
+        type=_natural,
+        metavar="US",
+        help="sleep of NIXL's progress thread between two polls, in microseconds; 0 spins on a core (default: 500)",
+    )
+    parser.add_argument("--dry-run", action="store_true", help="print the environment and the command, and stop")
+    return parser
+
+
+def _check_words(vllm_args: Sequence[str]) -> None:
+    """The mistakes that argparse would hand to vLLM in silence."""
+    if vllm_args and not vllm_args[0].startswith("-"):
+        raise Failure(f"unexpected word {vllm_args[0]!r} after MODEL: flags start with --", 2)
+
+
+def _cpus(text: str) -> tuple[int, ...]:
+    try:
+        cpus = parse_cpus(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    missing = sorted(set(cpus) - set(available_cpus()))
+    if not cpus or missing:
+        have = ",".join(map(str, available_cpus()))
+        raise argparse.ArgumentTypeError(f"{text!r} names cores that are not here: there are {have}")
+    return cpus
+
+
+def _natural(text: str) -> int:
+    if not text.isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 0 or more")
+    return int(text)

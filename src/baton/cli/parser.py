@@ -1,0 +1,71 @@
+"""argparse with one-line errors that name the nearest right word."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+
+class Failure(Exception):
+    """A command that ends here.
+
+    Attributes:
+        code: the exit code: 1 it failed, 2 the words are off.
+        details: more lines, shown indented.
+    """
+
+    def __init__(self, message: str, code: int = 1, details: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.code = code
+        self.details = details
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that takes no abbreviations, keeps its epilog as written and fails in one line."""
+
+    def __init__(self, **options: Any) -> None:
+        options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        super().__init__(allow_abbrev=False, **options)
+
+    def error(self, message: str) -> NoReturn:
+        raise Failure(f"{message} (see `{self.prog} --help`)", 2)
+
+    def parse_all(self, words: Sequence[str]) -> argparse.Namespace:
+        """Parse *words*; an unknown flag is an error with the nearest right name."""
+        args, unknown = self.parse_known_args(words)
+        if unknown:
+            raise Failure(f"unknown argument {unknown[0]!r}{self.nearest(unknown[0])} (see `{self.prog} --help`)", 2)
+        return args
+
+    def nearest(self, word: str) -> str:
+        """A question that names the flag that *word* may have meant, or nothing."""
+        known = [option for action in self._actions for option in action.option_strings]
+        close = difflib.get_close_matches(word.partition("=")[0], known, 1)
+        return f": did you mean {close[0]}?" if close else ""
+
+
+def port_number(text: str) -> int:
+    """An argparse type: 1 to 65535."""
+    if not text.isdigit() or not 0 < int(text) < 65536:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port number (1 to 65535)")
+    return int(text)
+
+
+def count(text: str) -> int:
+    """An argparse type: a whole number of 1 or more."""
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
+    return int(text)
+
+
+def seconds(text: str) -> float:
+    """An argparse type: a positive number of seconds."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of seconds")
+    return value

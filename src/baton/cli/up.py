@@ -1,0 +1,210 @@
+"""`baton up`: a whole cluster on this host, from nothing to answering."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import shlex
+import signal
+import sys
+from collections.abc import Coroutine, Sequence
+from pathlib import Path
+from typing import Any
+
+from baton.cli.parser import Failure, Parser, count, port_number, seconds
+from baton.cli.show import Progress
+from baton.cluster import Cluster, Role
+from baton.launch import (
+    ChildDied,
+    Command,
+    LaunchError,
+    PlanRequest,
+    StartTimeout,
+    Supervisor,
+    check_cluster,
+    dashed,
+    installed_engine,
+    plan,
+)
+from baton.launch.cluster_run import cluster_commands, default_logs, start_cluster
+from baton.launch.devices import available_cpus
+from baton.launch.tryout import ask
+from baton.models import EMBEDDED, ModelError, ResolvedModel, resolve
+
+
+def run(words: Sequence[str]) -> int:
+    words, engine_args = _split(words)
+    args = _parser().parse_all(words)
+    common = (*_quoted(args.engine_args, "--engine-args"), *dashed(engine_args))
+    try:
+        cluster = plan(
+            PlanRequest(
+                model=args.model,
+                prefill=args.prefill,
+                decode=args.decode,
+                host=args.host,
+                proxy_port=args.port,
+                prefill_port=args.prefill_port,
+                decode_port=args.decode_port,
+                prefill_side_port=args.prefill_side_channel_port,
+                decode_side_port=args.decode_side_channel_port,
+                cpus=available_cpus(),
+                common_args=common,
+                prefill_args=_quoted(args.prefill_args, "--prefill-args"),
+                decode_args=_quoted(args.decode_args, "--decode-args"),
+            )
+        )
+        model = resolve(args.model, report=lambda line: print(f"{line} ...", file=sys.stderr, flush=True))
+        install = installed_engine()
+        commands = cluster_commands(cluster, model, install)
+    except LaunchError as error:
+        raise Failure(str(error), 2) from error
+    except ModelError as error:
+        raise Failure(str(error)) from error
+    if args.dry_run:
+        print("\n\n".join(f"# {name}\n{command.shell()}" for name, command in commands.items()))
+        return 0
+    engines = [command for name, command in commands.items() if name != "proxy"]
+    problems = check_cluster(cluster, engines, install, local_model=model.local)
+    if problems:
+        raise Failure(problems[0].what, 1, [problem.what for problem in problems[1:]])
+    logs = Path(args.log_dir).expanduser() if args.log_dir else default_logs()
+    try:
+        return asyncio.run(_up(args, cluster, model, commands, logs))
+    except ChildDied as error:
+        raise Failure(str(error), 1, error.last_lines) from error
+    except StartTimeout as error:
+        raise Failure(str(error)) from error
+    except OSError as error:
+        raise Failure(f"cannot write logs to {logs}: {error.strerror or error}") from error
+
+
+async def _up(
+    args: argparse.Namespace, cluster: Cluster, model: ResolvedModel, commands: dict[str, Command], logs: Path
+) -> int:
+    """Start, say so, and stay until stopped; 130 when Ctrl-C ended the start, else 0."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    url = f"http://{_host_in_url(args.host)}:{args.port}"
+    print(f"logs: {logs}", flush=True)
+    async with Supervisor(logs) as supervisor:
+        with Progress(supervisor) as progress:
+            await start_cluster(supervisor, cluster, commands)
+            if not await _unless(stop, supervisor.until_ready(args.start_timeout, progress.update)):
+                print("stopping", flush=True)
+                return 130
+        slowest = max(child.seconds for child in supervisor.children)
+        print(f"ready after {slowest:.0f} s: {url}", flush=True)
+        if args.prompt is not None:
+            answered = await _unless(stop, ask(cluster, model.served_name, args.prompt, args.max_tokens, print_text))
+            if answered:
+                print("\nto keep it running: baton up", flush=True)
+            return 0 if answered else 130
+        print("try:\n" + _curl(url, model.served_name) + "\nCtrl-C stops everything", flush=True)
+        await _unless(stop, supervisor.until_death())
+        print("stopping", flush=True)
+    return 0
+
+
+async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:
+    """Do *work* until it is done or *stop* is set; whether it was done. Its errors are raised here."""
+    task = asyncio.ensure_future(work)
+    stopped = asyncio.ensure_future(stop.wait())
+    await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
+    stopped.cancel()
+    if not task.done():
+        task.cancel()
+        await asyncio.wait({task})
+        return False
+    task.result()
+    return True
+
+
+def print_text(text: str) -> None:
+    print(text, end="", flush=True)
+
+
+def _curl(url: str, model: str) -> str:
+    return (
+        f"  curl -s {url}/v1/completions -H 'Content-Type: application/json' \\\n"
+        f'    -d \'{{"model": "{model}", "prompt": "Count the number 1, 2, 3", "max_tokens": 20, "temperature": 0}}\''
+    )
+
+
+def _host_in_url(host: str) -> str:
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"[{host}]" if ":" in host else host
+
+
+def _split(words: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
+    """Our words, and what stands after ``--``: flags for every engine."""
+    words = list(words)
+    if "--" not in words:
+        return words, ()
+    at = words.index("--")
+    return words[:at], tuple(words[at + 1 :])
+
+
+def _quoted(text: str, flag: str) -> tuple[str, ...]:
+    try:
+        return dashed(shlex.split(text))
+    except ValueError as error:
+        raise Failure(f"{flag} {text!r}: {error}", 2) from error
+
+
+def _parser() -> Parser:
+    default = next(iter(EMBEDDED))
+    parser = Parser(
+        prog="baton up",
+        usage="baton up [MODEL] [options] [-- vllm serve's flags for every engine]",
+        description="Start prefill and decode servers and the proxy on this host, and stop them together.",
+        epilog=(
+            "examples:\n"
+            "  baton up\n"
+            "  baton up --prompt 'Count the number 1, 2, 3'\n"
+            "  baton up ./my-model --decode 2 -- --max-num-seqs 8"
+        ),
+    )
+    parser.add_argument(
+        "model",
+        nargs="?",
+        default=default,
+        metavar="MODEL",
+        help=f"an embedded model's name, a folder, or a hub id (default: {default})",
+    )
+    parser.add_argument("--prompt", metavar="TEXT", help="start, stream the answer to TEXT, and stop")
+    parser.add_argument("--max-tokens", type=count, default=32, metavar="N", help="of that answer (default: 32)")
+    for role in Role:
+        parser.add_argument(f"--{role}", type=count, default=1, metavar="N", help=f"{role} servers (default: 1)")
+    parser.add_argument("--host", default="127.0.0.1", help="where everything listens (default: 127.0.0.1)")
+    parser.add_argument("--port", type=port_number, default=8000, help="the proxy's (default: 8000)")
+    for role, api, side in ((Role.PREFILL, 8100, 5559), (Role.DECODE, 8200, 5659)):
+        parser.add_argument(
+            f"--{role}-port",
+            type=port_number,
+            default=api,
+            metavar="PORT",
+            help=f"API port of the first {role} server; the next takes the next (default: {api})",
+        )
+        parser.add_argument(
+            f"--{role}-side-channel-port",
+            type=port_number,
+            default=side,
+            metavar="PORT",
+            help=f"its side channel (default: {side})",
+        )
+        parser.add_argument(
+            f"--{role}-args",
+            default="",
+            metavar="FLAGS",
+            help=f"vllm serve's flags for {role} servers only, in one quoted text",
+        )
+    parser.add_argument("--engine-args", default="", metavar="FLAGS", help="the same for every engine")
+    parser.add_argument(
+        "--start-timeout", type=seconds, default=600.0, metavar="S", help="seconds until all must answer (default: 600)"
+    )
+    parser.add_argument("--log-dir", metavar="DIR", help="where logs go (default: a folder under ~/.local/state/baton)")
+    parser.add_argument("--dry-run", action="store_true", help="print every environment and command, and stop")
+    return parser

@@ -1,0 +1,32 @@
+"""vLLM's CPU platform, with the start method of its children left to the launcher."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from vllm.platforms.cpu import CpuPlatform
+
+from baton.engine.settings import EngineSettings
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+class BatonCpuPlatform(CpuPlatform):
+    """`CpuPlatform` whose engine core and workers are forked.
+
+    Works around: ``CpuPlatform.check_and_update_config`` (vllm/platforms/cpu.py, 0.32) sets
+    ``VLLM_WORKER_MULTIPROC_METHOD=spawn`` whatever the user chose, and every spawned child
+    imports vLLM anew (8 s of one core). Forking is safe here because nothing has opened a
+    device or run an OpenMP region in the parent.
+    Can go when: vLLM keeps a start method that is already set.
+    """
+
+    @classmethod
+    def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
+        executor = vllm_config.parallel_config.distributed_executor_backend
+        super().check_and_update_config(vllm_config)
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = EngineSettings.read(os.environ).worker_start
+        if os.environ.get("BATON_UNI") == "1" and executor == "uni":
+            vllm_config.parallel_config.distributed_executor_backend = "uni"

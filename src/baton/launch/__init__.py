@@ -1,0 +1,36 @@
+"""The launcher's room: ports, devices, commands, checks before the start, and the watch afterwards."""
+
+from baton.launch.commands import (
+    Command,
+    EngineRequest,
+    LaunchError,
+    dashed,
+    engine_command,
+    flag_value,
+    proxy_command,
+)
+from baton.launch.devices import EngineInstall, installed_engine, share_cpus
+from baton.launch.plan import PlanRequest, plan
+from baton.launch.preflight import Problem, check_cluster, check_engine
+from baton.launch.supervisor import ChildDied, StartTimeout, Supervisor
+
+__all__ = [
+    "ChildDied",
+    "Command",
+    "EngineInstall",
+    "EngineRequest",
+    "LaunchError",
+    "PlanRequest",
+    "Problem",
+    "StartTimeout",
+    "Supervisor",
+    "check_cluster",
+    "check_engine",
+    "dashed",
+    "engine_command",
+    "flag_value",
+    "installed_engine",
+    "plan",
+    "proxy_command",
+    "share_cpus",
+]

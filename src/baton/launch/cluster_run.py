@@ -1,0 +1,57 @@
+"""A planned cluster's commands, and starting all of them at once."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from baton.cluster import Cluster, Instance
+from baton.launch.commands import Command, EngineRequest, engine_command, proxy_command
+from baton.launch.devices import EngineInstall, available_cpus
+from baton.launch.probe import answers
+from baton.launch.supervisor import Supervisor
+from baton.models import ResolvedModel
+
+PROXY = "proxy"
+
+
+def cluster_commands(
+    cluster: Cluster, model: ResolvedModel, install: EngineInstall, environ: Mapping[str, str] = os.environ
+) -> dict[str, Command]:
+    """The command of every process of *cluster*, by name: each instance, then the proxy."""
+    commands = {
+        instance.id: engine_command(_request(cluster, instance), model, install, environ)
+        for instance in cluster.instances
+    }
+    return commands | {PROXY: proxy_command(cluster)}
+
+
+async def start_cluster(supervisor: Supervisor, cluster: Cluster, commands: Mapping[str, Command]) -> None:
+    """Start every process; ready is asked of each one's own health, and of the proxy's last."""
+    for instance in cluster.instances:
+        await supervisor.start(instance.id, commands[instance.id], answers(instance.host, instance.port, "/health"))
+    # Its health is good only when a server of each role is usable: when it is ready, all are.
+    await supervisor.start(
+        PROXY, commands[PROXY], answers(cluster.proxy_host, cluster.proxy_port, "/health"), "waiting for the engines"
+    )
+
+
+def default_logs(environ: Mapping[str, str] = os.environ) -> Path:
+    """A folder for the logs of one run: $XDG_STATE_HOME/baton/<time>, else under ~/.local/state."""
+    base = environ.get("XDG_STATE_HOME")
+    root = Path(base).expanduser() if base else Path.home() / ".local" / "state"
+    return root / "baton" / time.strftime("%Y%m%d-%H%M%S")
+
+
+def _request(cluster: Cluster, instance: Instance) -> EngineRequest:
+    return EngineRequest(
+        role=instance.role,
+        vllm_args=("--host", instance.host, "--port", str(instance.port), *instance.engine_args),
+        side_channel_host=instance.side_channel_host,
+        side_channel_port=instance.side_channel_port,
+        cpus=instance.cpus,
+        available_cpus=available_cpus(),
+        transfer_mode=cluster.transfer_mode,
+    )

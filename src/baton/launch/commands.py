@@ -1,0 +1,297 @@
+"""The exact environment and command of every process that Baton starts.
+
+Pure functions: from what was asked for to what would run. `--dry-run` prints what they give.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from baton.cluster import Cluster, Role, TransferMode
+from baton.engine.settings import CPUS, ENGINE_SWITCH, NIXL_NAP_US, format_cpus
+from baton.launch.devices import EngineInstall
+from baton.models import ResolvedModel
+
+DEFAULT_PORTS = {Role.PREFILL: 8100, Role.DECODE: 8200}
+DEFAULT_SIDE_CHANNEL_PORTS = {Role.PREFILL: 5559, Role.DECODE: 5659}
+DEFAULT_KV_CACHE_BYTES = 1 << 30
+SIDE_CHANNEL_HOST = "VLLM_NIXL_SIDE_CHANNEL_HOST"
+SIDE_CHANNEL_PORT = "VLLM_NIXL_SIDE_CHANNEL_PORT"
+
+
+class LaunchError(ValueError):
+    """Flags that don't go together; the message names both values and the remedy."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """What starts one process.
+
+    Attributes:
+        environ: variables set on top of the caller's environment.
+        argv: the program and its arguments.
+    """
+
+    environ: Mapping[str, str]
+    argv: tuple[str, ...]
+
+    def shell(self) -> str:
+        """The same as text for a shell, a variable or a flag with its values a line."""
+        lines = [f"{name}={shlex.quote(value)}" for name, value in self.environ.items()]
+        words: list[str] = []
+        for word in self.argv:
+            if word.startswith("--") or not words:
+                words.append(shlex.quote(word))
+            else:
+                words[-1] += f" {shlex.quote(word)}"
+        return " \\\n    ".join([*lines, *words])
+
+
+@dataclass(frozen=True)
+class EngineRequest:
+    """What was asked of one engine, before defaults.
+
+    Attributes:
+        role: its phase.
+        vllm_args: flags that go to `vllm serve` as they are.
+        side_channel_host: None leaves it to the environment, then to 127.0.0.1.
+        side_channel_port: None leaves it to --additional-config, the environment, then the role's default.
+        cpus: the cores it may use; empty means all that the caller may use.
+        available_cpus: all of those.
+        nixl_nap_us: None leaves the plugin's default.
+        transfer_mode: how the KV cache travels.
+    """
+
+    role: Role
+    vllm_args: tuple[str, ...] = ()
+    side_channel_host: str | None = None
+    side_channel_port: int | None = None
+    cpus: tuple[int, ...] = ()
+    available_cpus: tuple[int, ...] = (0,)
+    nixl_nap_us: int | None = None
+    transfer_mode: TransferMode = TransferMode.READ
+    extra_environ: Mapping[str, str] = field(default_factory=dict)
+
+
+def engine_command(
+    request: EngineRequest, model: ResolvedModel, install: EngineInstall, environ: Mapping[str, str]
+) -> Command:
+    """The command of one engine.
+
+    Args:
+        request: what was asked for.
+        model: what it serves.
+        install: the vLLM it runs on.
+        environ: the caller's environment; what stands there already wins over our defaults.
+
+    Raises:
+        LaunchError: flags contradict each other, the role or the device.
+    """
+    args = request.vllm_args
+    transfer = _transfer_config(request, install)
+    port = _int_flag(args, "--port")
+    flags: list[str] = []
+    for name, value in _defaults(request, model, install, environ):
+        if flag_value(args, name) is None and not _negated(args, name):
+            flags += [name] if value is None else [name, value]
+    return Command(
+        environ=_environ(request, model, install, environ),
+        argv=(
+            sys.executable,
+            "-m",
+            "baton.engine.serve",
+            model.target,
+            *(("--port", str(DEFAULT_PORTS[request.role])) if port is None else ()),
+            *flags,
+            *without_flag(args, "--kv-transfer-config"),
+            "--kv-transfer-config",
+            json.dumps(transfer),
+        ),
+    )
+
+
+def proxy_command(cluster: Cluster) -> Command:
+    """The command of the proxy that fronts *cluster*."""
+    prefill, decode = cluster.of_role(Role.PREFILL), cluster.of_role(Role.DECODE)
+    return Command(
+        environ={},
+        argv=(
+            sys.executable,
+            "-m",
+            "baton.cli",
+            "proxy",
+            "--host",
+            cluster.proxy_host,
+            "--port",
+            str(cluster.proxy_port),
+            "--prefiller-hosts",
+            *(instance.host for instance in prefill),
+            "--prefiller-ports",
+            *(str(instance.port) for instance in prefill),
+            "--decoder-hosts",
+            *(instance.host for instance in decode),
+            "--decoder-ports",
+            *(str(instance.port) for instance in decode),
+        ),
+    )
+
+
+def side_channel(request: EngineRequest, environ: Mapping[str, str]) -> tuple[str, int]:
+    """Host and first port of NIXL's metadata exchange: flag, then config, then environment, then default.
+
+    Raises:
+        LaunchError: two of them name different ports, or one is no port.
+    """
+    host = request.side_channel_host or environ.get(SIDE_CHANNEL_HOST) or "127.0.0.1"
+    in_config = _json_flag(request.vllm_args, "--additional-config").get("nixl_side_channel_port")
+    if in_config is not None and request.side_channel_port not in (None, in_config):
+        raise LaunchError(
+            f"--side-channel-port {request.side_channel_port} and nixl_side_channel_port {in_config!r} in "
+            "--additional-config differ: give one of them"
+        )
+    given: Any = request.side_channel_port or in_config or environ.get(SIDE_CHANNEL_PORT)
+    if given is None or given == "":
+        return host, DEFAULT_SIDE_CHANNEL_PORTS[request.role]
+    if not str(given).isdigit() or not 0 < int(given) < 65536:
+        raise LaunchError(f"the side channel port {given!r} is not a port number (1 to 65535)")
+    return host, int(given)
+
+
+def flag_value(args: Sequence[str], name: str) -> str | None:
+    """The last value of flag *name* in *args*; an empty text for a flag without value; None when absent."""
+    found: str | None = None
+    for index, word in enumerate(args):
+        if word == name:
+            following = args[index + 1] if index + 1 < len(args) else ""
+            found = "" if following.startswith("--") else following
+        elif word.startswith(f"{name}="):
+            found = word.partition("=")[2]
+    return found
+
+
+def without_flag(args: Sequence[str], name: str) -> tuple[str, ...]:
+    """*args* less every occurrence of flag *name* and its value."""
+    kept: list[str] = []
+    skip = False
+    for word in args:
+        if skip:
+            skip = False
+        elif word == name:
+            skip = True
+        elif not word.startswith(f"{name}="):
+            kept.append(word)
+    return tuple(kept)
+
+
+def dashed(args: Sequence[str]) -> tuple[str, ...]:
+    """*args* with every flag spelled with dashes: vLLM takes ``--max_num_seqs`` as well."""
+    return tuple(
+        word.partition("=")[0].replace("_", "-") + "".join(word.partition("=")[1:]) if word.startswith("--") else word
+        for word in args
+    )
+
+
+def _negated(args: Sequence[str], name: str) -> bool:
+    return f"--no-{name.removeprefix('--')}" in args
+
+
+def _int_flag(args: Sequence[str], name: str) -> int | None:
+    text = flag_value(args, name)
+    if text is None:
+        return None
+    if not text.isdigit():
+        raise LaunchError(f"{name} {text!r} is not a whole number")
+    return int(text)
+
+
+def _json_flag(args: Sequence[str], name: str) -> dict[str, Any]:
+    text = flag_value(args, name)
+    if text is None:
+        return {}
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise LaunchError(f"{name} {text!r} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise LaunchError(f"{name} {text!r} is not a JSON object")
+    return value
+
+
+def _transfer_config(request: EngineRequest, install: EngineInstall) -> dict[str, Any]:
+    """The engine's kv_transfer_config: ours, with what the user's own adds."""
+    if any(word.startswith("--kv-transfer-config.") for word in request.vllm_args):
+        raise LaunchError("give --kv-transfer-config as one JSON object: Baton adds the role to it")
+    given = _json_flag(request.vllm_args, "--kv-transfer-config")
+    role = given.get("kv_role", request.role.kv_role)
+    if role not in (request.role.kv_role, "kv_both"):
+        raise LaunchError(
+            f"--role {request.role} means kv_role {request.role.kv_role!r}, but --kv-transfer-config says {role!r}: "
+            "drop one of them"
+        )
+    connector = given.get("kv_connector", "NixlConnector")
+    if connector not in ("NixlConnector", "NixlPullConnector"):
+        raise LaunchError(
+            f"kv_connector {connector!r} does not do --transfer-mode {request.transfer_mode}; "
+            "leave it out or name NixlConnector"
+        )
+    config: dict[str, Any] = {
+        "kv_connector": connector,
+        "kv_role": role,
+        # A pull that fails must fail the request, not hide behind a silent second prefill.
+        "kv_load_failure_policy": "fail",
+    }
+    if install.device == "cpu":
+        config["kv_buffer_device"] = "cpu"
+        if given.get("kv_buffer_device", "cpu") != "cpu":
+            raise LaunchError(
+                f"kv_buffer_device {given['kv_buffer_device']!r} does not exist on this engine's device (cpu): "
+                "leave it out"
+            )
+    return config | given
+
+
+def _defaults(
+    request: EngineRequest, model: ResolvedModel, install: EngineInstall, environ: Mapping[str, str]
+) -> list[tuple[str, str | None]]:
+    """Flags that we add unless the user gave them himself."""
+    defaults: list[tuple[str, str | None]] = [("--served-model-name", model.served_name), *model.engine_flags]
+    if install.device == "cpu":
+        if "VLLM_CPU_KVCACHE_SPACE" not in environ:
+            defaults.append(("--kv-cache-memory-bytes", str(DEFAULT_KV_CACHE_BYTES)))
+        if flag_value(request.vllm_args, "--compilation-config") is None:
+            # Inductor takes two minutes on two cores before the first token.
+            defaults.append(("--enforce-eager", None))
+    return defaults
+
+
+def _environ(
+    request: EngineRequest, model: ResolvedModel, install: EngineInstall, environ: Mapping[str, str]
+) -> dict[str, str]:
+    host, port = side_channel(request, environ)
+    ours = {ENGINE_SWITCH: "1", SIDE_CHANNEL_HOST: host, SIDE_CHANNEL_PORT: str(port)}
+    if request.cpus:
+        ours[CPUS] = format_cpus(request.cpus)
+    if request.nixl_nap_us is not None:
+        ours[NIXL_NAP_US] = str(request.nixl_nap_us)
+    defaults = {"VLLM_NO_USAGE_STATS": "1"}
+    if model.local:
+        defaults["HF_HUB_OFFLINE"] = "1"
+    if host in ("127.0.0.1", "localhost", "::1"):
+        # Without it vLLM looks its address up by a route to the outside.
+        defaults["VLLM_HOST_IP"] = "127.0.0.1"
+    if install.device == "cpu":
+        ranks = _int_flag(request.vllm_args, "--tensor-parallel-size") or 1
+        cores = len(request.cpus or request.available_cpus)
+        defaults["OMP_NUM_THREADS"] = str(max(1, cores // ranks))
+        # The plugin binds the whole process; vLLM's own binding would move workers elsewhere.
+        defaults["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+    return {
+        **{name: value for name, value in defaults.items() if name not in environ},
+        **ours,
+        **request.extra_environ,
+    }

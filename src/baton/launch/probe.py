@@ -1,0 +1,47 @@
+"""Asking a server of ours whether it is well, and what its counters say."""
+
+from __future__ import annotations
+
+import aiohttp
+from prometheus_client.parser import text_string_to_metric_families
+
+from baton.launch.supervisor import Probe
+
+PROBE_SECONDS = 2.0
+
+
+def url_of(host: str, port: int, path: str) -> str:
+    """A URL that reaches a server bound to *host*, also when that is "all addresses"."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{host}]:{port}{path}" if ":" in host else f"http://{host}:{port}{path}"
+
+
+def answers(host: str, port: int, path: str) -> Probe:
+    """A probe: whether GET *path* answers 200 within two seconds."""
+    url = url_of(host, port, path)
+
+    async def probe() -> bool:
+        try:
+            timeout = aiohttp.ClientTimeout(total=PROBE_SECONDS)
+            async with aiohttp.ClientSession(timeout=timeout) as session, session.get(url) as response:
+                return response.status == 200
+        except (aiohttp.ClientError, TimeoutError, OSError):
+            return False
+
+    return probe
+
+
+async def counter_sum(host: str, port: int, name: str) -> float:
+    """The sum over all labels of one sample of a server's /metrics; 0 when it has none.
+
+    Raises:
+        aiohttp.ClientError: the server does not answer.
+    """
+    async with aiohttp.ClientSession() as session, session.get(url_of(host, port, "/metrics")) as response:
+        text = await response.text()
+    return sum(
+        sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name == name
+    )

@@ -1,0 +1,86 @@
+"""The instances, whether each is usable, and what is in flight on each: the only owner of that state."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from baton.cluster import Endpoint, Role
+
+logger = logging.getLogger("baton.proxy")
+
+
+class NoInstance(Exception):
+    """No instance of a role is usable."""
+
+    def __init__(self, role: Role, known: int) -> None:
+        super().__init__(f"no {role} server is usable ({known} known)")
+        self.role = role
+
+
+@dataclass
+class ProxyInstance:
+    """One engine, and what the proxy knows of it.
+
+    Attributes:
+        endpoint: where it is and what it does.
+        id: ``P0``, ``D1``: role and place.
+        place: its place among its role, which never changes.
+        usable: whether it answered last time it was asked or used.
+        in_flight: requests on it now.
+    """
+
+    endpoint: Endpoint
+    id: str
+    place: int
+    usable: bool = False
+    in_flight: int = 0
+
+    @contextlib.contextmanager
+    def busy(self) -> Iterator[None]:
+        """Count one request for as long as the block runs, whatever way it is left."""
+        self.in_flight += 1
+        try:
+            yield
+        finally:
+            self.in_flight -= 1
+
+    def set_usable(self, usable: bool, why: str) -> None:
+        if usable != self.usable:
+            logger.log(
+                logging.INFO if usable else logging.WARNING, "%s is %s: %s", self.id, "usable" if usable else "out", why
+            )
+        self.usable = usable
+
+
+class Fleet:
+    """All instances by role."""
+
+    def __init__(self, endpoints: Sequence[Endpoint]) -> None:
+        self.pools: dict[Role, list[ProxyInstance]] = {role: [] for role in Role}
+        for endpoint in endpoints:
+            pool = self.pools[endpoint.role]
+            place = len(pool)
+            pool.append(ProxyInstance(endpoint, f"{endpoint.role.letter}{place}", place))
+
+    def usable(self, role: Role) -> list[ProxyInstance]:
+        """The usable instances of *role*, in order.
+
+        Raises:
+            NoInstance: there is none.
+        """
+        pool = self.pools[role]
+        usable = [instance for instance in pool if instance.usable]
+        if not usable:
+            raise NoInstance(role, len(pool))
+        return usable
+
+    def ready(self) -> bool:
+        """Whether each role has a usable instance."""
+        return all(any(instance.usable for instance in pool) for pool in self.pools.values())
+
+    def __iter__(self) -> Iterator[ProxyInstance]:
+        for pool in self.pools.values():
+            yield from pool

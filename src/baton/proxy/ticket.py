@@ -1,0 +1,54 @@
+"""The ticket: what a prefill server hands out so that a decode server can fetch the KV cache.
+
+It is vLLM's ``kv_transfer_params``. Baton reads two things in it and passes everything on
+as it came, since its keys change from version to version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+TICKET_KEY = "kv_transfer_params"
+
+ASK: Mapping[str, Any] = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+"""What a prefill leg carries in the ticket's place: the wish for one (spec/, request flow, step 2)."""
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """A right to pull one request's KV cache, once, while its lease lasts.
+
+    Attributes:
+        params: vLLM's parameters, opaque.
+        given_at: when it was handed out, on the proxy's monotonic clock, in seconds.
+    """
+
+    params: Mapping[str, Any]
+    given_at: float
+
+    @property
+    def engine_id(self) -> str | None:
+        """The engine that holds the blocks; a restarted engine has another."""
+        value = self.params.get("remote_engine_id")
+        return value if isinstance(value, str) else None
+
+    @classmethod
+    def from_answer(cls, answer: Any, now: float) -> Ticket | None:
+        """The ticket in a prefill server's answer, or None when it gave none.
+
+        An engine without a connector leaves the key out or null; one whose request ended by
+        anything but length gives none either, as it has freed the blocks.
+        """
+        params = answer.get(TICKET_KEY) if isinstance(answer, dict) else None
+        if not isinstance(params, dict) or not params.get("do_remote_prefill"):
+            return None
+        return cls(params, now)

@@ -1,0 +1,157 @@
+"""Wrong words and a machine that isn't fit: one clear line on stderr and the right exit code."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+
+import pytest
+
+from baton.cli import main
+from baton.cli.parser import Failure
+from baton.cli.proxy import check_distinct, pair
+from baton.cluster import Endpoint, Role
+from baton.launch import EngineInstall
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    (tmp_path / "config.json").write_text("{}")
+    return str(tmp_path)
+
+
+def call(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
+    code = main(words)
+    err = capsys.readouterr().err
+    return code, err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["upp"], "invalid choice: 'upp'"),
+        (["up", "--promt", "x"], "unknown argument '--promt': did you mean --prompt?"),
+        (["up", "--prefill", "0"], "'0' is not a whole number of 1 or more"),
+        (["up", "--port", "80000"], "'80000' is not a port number"),
+        (["up", "--prefill-port", "8000"], "port 8000 is planned for the proxy and for P0's API"),
+        (["up", "--engine-args", "'"], '--engine-args "\'": No closing quotation'),
+        (["engine", "m"], "the following arguments are required: --role"),
+        (["engine", "m", "--role", "both"], "invalid choice: 'both'"),
+        (["engine", "m", "--role", "decode", "--cpus", "999"], "'999' names cores that are not here"),
+        (["engine", "m", "n", "--role", "decode"], "unexpected word 'n' after MODEL"),
+        (["proxy", "--prefiler-ports", "1"], "unknown argument '--prefiler-ports': did you mean --prefiller-ports?"),
+        (["proxy", "--prefiller-ports", "0"], "'0' is not a port number"),
+        (
+            ["proxy", "--prefiller-hosts", "a", "b", "--prefiller-ports", "1", "2", "3"],
+            "2 prefill hosts (a b) and 3 ports (1 2 3) don't pair",
+        ),
+        (["proxy", "--prefiller-ports", "8200"], "127.0.0.1:8200 is named twice, as a prefill and as a decode server"),
+        (["proxy", "--port", "8100"], "127.0.0.1:8100 is this proxy's own address"),
+        (["proxy", "--prefill", "ftp://x"], "--prefill 'ftp://x' is not a URL"),
+        (["proxy", "--policy", "best"], "invalid choice: 'best'"),
+        (["model", "path", "nope"], "there is no embedded model 'nope'; there is: smollm2-135m-instruct"),
+    ],
+)
+def test_wrong_words_are_one_line_and_exit_code_2(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, err = call(capsys, *words)
+    assert code == 2
+    assert said in err
+    assert err.count("\n") == 1
+    assert err.startswith("baton: ")
+
+
+@pytest.mark.parametrize("command", ["up", "engine"])
+def test_a_wrong_model_path_is_one_line(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    role = ["--role", "decode"] if command == "engine" else []
+    code, err = call(capsys, command, "/no/such/model", *role)
+    assert code == 1
+    assert err.startswith("baton: there is no model at '/no/such/model'. Give a folder")
+    assert err.count("\n") == 1
+
+
+def test_a_taken_port_is_one_line_and_names_both(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        code, err = call(capsys, "up", model, "--port", str(port), *free_ports())
+    assert code == 1
+    assert f"port {port} for the proxy is not free on 127.0.0.1" in err
+    assert err.count("\n") == 1
+
+
+def test_all_problems_are_said_at_once(
+    model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("baton.cli.up.installed_engine", lambda: EngineInstall("", "", "cpu", has_nixl=False))
+    code, err = call(capsys, "up", model, *free_ports(), "--", "--kv-cache-memory-bytes", str(10**15))
+    assert code == 1
+    lines = err.splitlines()
+    assert len(lines) == 3
+    assert "no vLLM is installed" in lines[0]
+    assert "the nixl package is missing" in lines[1]
+    assert "too little memory" in lines[2]
+
+
+def test_flags_that_contradict_the_role_fail_before_anything_starts(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = json.dumps({"kv_role": "kv_producer"})
+    code, err = call(capsys, "engine", model, "--role", "decode", "--kv-transfer-config", config)
+    assert code == 2
+    assert "--role decode means kv_role 'kv_consumer'" in err
+
+
+def test_a_dry_run_prints_and_starts_nothing(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["up", model, "--dry-run", "--", "--max_num_seqs", "8"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("--max-num-seqs 8") == 2
+    assert [line for line in out.splitlines() if line.startswith("# ")] == ["# P0", "# D0", "# proxy"]
+
+
+def test_a_proxy_on_a_taken_port_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        code, err = call(capsys, "proxy", "--port", str(server.getsockname()[1]))
+    assert code == 1
+    assert "cannot listen on 127.0.0.1" in err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("hosts", "ports", "made"),
+    [
+        (None, None, ["127.0.0.1:8100"]),
+        (None, [1, 2], ["127.0.0.1:1", "127.0.0.1:2"]),
+        (["a", "b"], [1], ["a:1", "b:1"]),
+        (["a"], [1, 2], ["a:1", "a:2"]),
+        (["a", "b"], [1, 2], ["a:1", "b:2"]),
+        (["[::1]"], [1], ["[::1]:1"]),
+        (["::1"], [1], ["[::1]:1"]),
+    ],
+)
+def test_hosts_and_ports_pair_by_position(hosts: list[str] | None, ports: list[int] | None, made: list[str]) -> None:
+    assert [each.authority for each in pair(Role.PREFILL, hosts, ports, [])] == made
+
+
+def test_urls_stand_beside_lists() -> None:
+    assert [each.authority for each in pair(Role.DECODE, None, None, ["http://h:1", "http://[::1]:2/"])] == [
+        "h:1",
+        "[::1]:2",
+    ]
+    assert [each.authority for each in pair(Role.DECODE, ["a"], [3], ["http://h"])] == ["a:3", "h:80"]
+
+
+def test_one_server_in_one_pool_twice_is_refused() -> None:
+    twice = [Endpoint(role=Role.PREFILL, host="a", port=1)] * 2
+    with pytest.raises(Failure, match="named twice"):
+        check_distinct(twice, "127.0.0.1", 8000)
+
+
+def free_ports() -> list[str]:
+    """Flags that move a cluster's ports to free ones."""
+    flags = ["--prefill-port", "--decode-port", "--prefill-side-channel-port", "--decode-side-channel-port"]
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in flags]
+    ports = [str(each.getsockname()[1]) for each in sockets]
+    for each in sockets:
+        each.close()
+    return [word for pair_ in zip(flags, ports, strict=True) for word in pair_]
