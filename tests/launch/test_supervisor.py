@@ -12,6 +12,7 @@ import pytest
 
 from baton.launch import ChildDied, Command, StartTimeout, Supervisor
 from baton.launch.leftovers import session_alive
+from baton.launch.supervisor import make_scratch
 
 GRANDCHILD = """
 import os, signal, sys, time
@@ -115,6 +116,15 @@ def test_stopping_leaves_no_process_no_shared_memory_and_no_scratch(
     assert not session_alive(int(str(seen["group"])))
     assert not Path(str(seen["segment"])).exists()
     assert not Path(str(seen["scratch"])).exists()
+
+
+def test_a_long_tmpdir_does_not_make_socket_paths_too_long(tmp_path: Path) -> None:
+    long = tmp_path / ("x" * 120)
+    long.mkdir()
+    for base in (str(long), "/tmp"):
+        scratch = make_scratch(base)
+        assert len(str(scratch / ("s" * 36))) <= 107
+        scratch.rmdir()
 
 
 def test_a_failure_inside_stops_the_children_too(tmp_path: Path) -> None:

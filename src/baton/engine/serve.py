@@ -8,7 +8,6 @@ doesn't have and imports every benchmark first.
 from __future__ import annotations
 
 import difflib
-import logging
 import os
 import sys
 from typing import Any, NoReturn
@@ -26,11 +25,19 @@ def main(argv: list[str] | None = None) -> int:
         # Before the imports, so that every thread and child inherits it.
         os.sched_setaffinity(0, settings.cpus)
     serve, args = _parse(sys.argv[1:] if argv is None else argv)
+    from vllm.logger import configure_logging_from_args, init_logger
+
+    configure_logging_from_args(args)
+    logger = init_logger("vllm.baton")
+    if settings.active:
+        from baton.engine import workarounds
+
+        logger.info("Baton's workarounds: %s", ", ".join(workarounds.apply(settings)) or "none is needed")
     try:
         serve.validate(args)
         serve.cmd(args)
-    except Exception as error:  # vLLM raises what it likes; a user gets one line, the log the rest
-        logging.getLogger("vllm.baton").debug("the engine ended with an error", exc_info=True)
+    except Exception as error:  # vLLM raises what it likes; stderr gets one line, the log (stdout) the rest
+        logger.error("the engine ended with an error", exc_info=True)
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         return _fail(f"{type(error).__name__}: {' '.join(lines) or 'no message'}", 1)
     return 0

@@ -10,15 +10,12 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import importlib.util
-import logging
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from baton.engine.settings import EngineSettings
-
-logger = logging.getLogger("vllm.baton")
 
 
 class HookGone(RuntimeError):
@@ -34,7 +31,7 @@ class Workaround:
         around: what it works around, with the package and the version where it was seen.
         until: how we will know that it can go.
         needed: whether the installed versions still need it.
-        apply: puts it in place; may be called twice.
+        apply: puts it in place; called once a process.
     """
 
     name: str
@@ -44,15 +41,17 @@ class Workaround:
     apply: Callable[[EngineSettings], None]
 
 
+_applied: list[str] = []
+
+
 def apply(settings: EngineSettings) -> list[str]:
-    """Apply what is needed; the names of the applied ones, in order."""
-    applied = []
-    for workaround in ALL:
-        if workaround.needed(settings):
-            workaround.apply(settings)
-            applied.append(workaround.name)
-    logger.info("Baton's workarounds in this process: %s", ", ".join(applied) or "none")
-    return applied
+    """Apply what is needed, once a process; the names of the applied ones, in order."""
+    if not _applied:
+        for workaround in ALL:
+            if workaround.needed(settings):
+                workaround.apply(settings)
+                _applied.append(workaround.name)
+    return list(_applied)
 
 
 # distribution name

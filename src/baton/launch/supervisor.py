@@ -23,7 +23,10 @@ from baton.launch.phases import STARTING, phase_of, reason_of
 
 POLL_SECONDS = 0.2
 STOP_SECONDS = 8.0
+ORPHAN_SECONDS = 1.0
+"""How long what a child forked may outlive it."""
 LAST_LINES = 12
+SOCKET_PATH_BYTES = 107
 
 Probe = Callable[[], Awaitable[bool]]
 
@@ -95,8 +98,7 @@ class Supervisor:
 
     async def __aenter__(self) -> Supervisor:
         self.logs.mkdir(parents=True, exist_ok=True)
-        # Short, since it holds Unix sockets, whose paths may have 107 bytes.
-        self._scratch = Path(tempfile.mkdtemp(prefix="baton-"))
+        self._scratch = make_scratch(tempfile.gettempdir())
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -177,35 +179,44 @@ class Supervisor:
     async def stop(self) -> None:
         """End every child with all that it forked, and remove what they leave; can be called again."""
         children, self.children = self.children, []
-        segments = [segment for child in children for segment in shared_memory_of(child.process.pid)]
-        for child in children:
-            _signal(child, signal.SIGTERM)
-        ends = [_gone(child) for child in children]
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(asyncio.gather(*ends), STOP_SECONDS)
-        for child in children:
-            _signal(child, signal.SIGKILL)
-        await asyncio.gather(*(child.process.wait() for child in children))
-        for segment in segments:
-            segment.unlink(missing_ok=True)
+        await asyncio.gather(*(_end(child) for child in children))
         if self._scratch is not None:
             shutil.rmtree(self._scratch, ignore_errors=True)
 
 
-async def _gone(child: Child) -> None:
-    """Wait until the child and everything in its session has ended."""
-    await child.process.wait()
-    while session_alive(child.process.pid):
-        await asyncio.sleep(0.05)
+def make_scratch(base: str) -> Path:
+    """A new folder under *base* for temporary files and Unix sockets, or under /tmp when *base* is too long.
+
+    A socket's path has at most 107 bytes, and vLLM names its sockets with 36.
+    """
+    base = base if len(os.fsencode(base)) <= SOCKET_PATH_BYTES - len("/baton-12345678/") - 36 else "/tmp"  # noqa: S108
+    return Path(tempfile.mkdtemp(prefix="baton-", dir=base))
 
 
-def _signal(child: Child, number: signal.Signals) -> None:
-    """TERM goes to the leader, which ends its own children in order; all else to the whole session."""
+async def _end(child: Child) -> None:
+    """End one child and its whole session: asked first, then killed, then cleaned up after."""
+    group = child.process.pid
+    segments = shared_memory_of(group)
     with contextlib.suppress(ProcessLookupError):
-        if number == signal.SIGTERM and child.process.returncode is None:
-            os.kill(child.process.pid, number)
-        else:
-            os.killpg(child.process.pid, number)
+        # The leader ends its own children in order; one that has gone cannot.
+        child.process.terminate()
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(child.process.wait(), STOP_SECONDS)
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(_session_end(group), ORPHAN_SECONDS)
+    segments |= shared_memory_of(group)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)
+    await child.process.wait()
+    # A killed process is gone when the kernel says so, not when we asked.
+    await _session_end(group)
+    for segment in segments:
+        segment.unlink(missing_ok=True)
+
+
+async def _session_end(group: int) -> None:
+    while session_alive(group):
+        await asyncio.sleep(0.02)
 
 
 def _read_phase(child: Child) -> None:
