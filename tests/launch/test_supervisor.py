@@ -138,3 +138,20 @@ def test_a_failure_inside_stops_the_children_too(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="boom"):
         run(work, tmp_path)
     assert not session_alive(groups[0])
+
+
+def test_work_under_watch_ends_with_the_child(tmp_path: Path) -> None:
+    async def work(supervisor: Supervisor) -> None:
+        child = await supervisor.start("P0", python("import time; time.sleep(600)"), never)
+        await supervisor.watching(asyncio.sleep(0))
+
+        async def fail() -> None:
+            raise ValueError("its own")
+
+        with pytest.raises(ValueError, match="its own"):
+            await supervisor.watching(fail())
+        child.process.kill()
+        with pytest.raises(ChildDied, match="killed by SIGKILL"):
+            await supervisor.watching(asyncio.sleep(600))
+
+    run(work, tmp_path)

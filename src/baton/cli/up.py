@@ -28,7 +28,7 @@ from baton.launch import (
 )
 from baton.launch.cluster_run import cluster_commands, default_logs, start_cluster
 from baton.launch.devices import available_cpus
-from baton.launch.tryout import ask
+from baton.launch.tryout import TryoutFailed, ask
 from baton.models import EMBEDDED, ModelError, ResolvedModel, resolve
 
 
@@ -70,13 +70,15 @@ def run(words: Sequence[str]) -> int:
         raise Failure(problems[0].what, 1, [problem.what for problem in problems[1:]])
     logs = Path(args.log_dir).expanduser() if args.log_dir else default_logs()
     try:
+        logs.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise Failure(f"cannot make the log folder {logs}: {error.strerror}; name another with --log-dir") from error
+    try:
         return asyncio.run(_up(args, cluster, model, commands, logs))
     except ChildDied as error:
         raise Failure(str(error), 1, error.last_lines) from error
-    except StartTimeout as error:
+    except (StartTimeout, TryoutFailed) as error:
         raise Failure(str(error)) from error
-    except OSError as error:
-        raise Failure(f"cannot write logs to {logs}: {error.strerror or error}") from error
 
 
 async def _up(
@@ -98,7 +100,8 @@ async def _up(
         slowest = max(child.seconds for child in supervisor.children)
         print(f"ready after {slowest:.0f} s: {url}", flush=True)
         if args.prompt is not None:
-            answered = await _unless(stop, ask(cluster, model.served_name, args.prompt, args.max_tokens, print_text))
+            asking = ask(cluster, model.served_name, args.prompt, args.max_tokens, print_text)
+            answered = await _unless(stop, supervisor.watching(asking))
             if answered:
                 print("\nto keep it running: baton up", flush=True)
             return 0 if answered else 130

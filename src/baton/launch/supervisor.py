@@ -13,9 +13,10 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from baton.launch.commands import Command
 from baton.launch.leftovers import session_alive, shared_memory_of
@@ -23,6 +24,7 @@ from baton.launch.phases import STARTING, phase_of, reason_of
 
 POLL_SECONDS = 0.2
 STOP_SECONDS = 8.0
+HASTY_SECONDS = 0.5
 ORPHAN_SECONDS = 1.0
 """How long what a child forked may outlive it."""
 LAST_LINES = 12
@@ -169,6 +171,21 @@ class Supervisor:
                 wait.cancel()
         self.check_alive()
 
+    async def watching(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do *work* while all children live.
+
+        Raises:
+            ChildDied: one ended before *work* did.
+        """
+        task, death = asyncio.ensure_future(work), asyncio.ensure_future(self.until_death())
+        try:
+            await asyncio.wait({task, death}, return_when=asyncio.FIRST_COMPLETED)
+            (task if task.done() and not task.exception() else death if death.done() else task).result()
+        finally:
+            for each in (task, death):
+                each.cancel()
+            await asyncio.wait({task, death})
+
     def check_alive(self) -> None:
         """Raise ChildDied when a child has ended."""
         for child in self.children:
@@ -179,7 +196,10 @@ class Supervisor:
     async def stop(self) -> None:
         """End every child with all that it forked, and remove what they leave; can be called again."""
         children, self.children = self.children, []
-        await asyncio.gather(*(_end(child) for child in children))
+        # Before everything answers there is no request to finish, and whoever waits wants the reason now.
+        serving = all(child.ready_after is not None for child in children)
+        grace = STOP_SECONDS if serving and all(map(_runs, children)) else HASTY_SECONDS
+        await asyncio.gather(*(_end(child, grace) for child in children))
         if self._scratch is not None:
             shutil.rmtree(self._scratch, ignore_errors=True)
 
@@ -193,23 +213,28 @@ def make_scratch(base: str) -> Path:
     return Path(tempfile.mkdtemp(prefix="baton-", dir=base))
 
 
-async def _end(child: Child) -> None:
-    """End one child and its whole session: asked first, then killed, then cleaned up after."""
+def _runs(child: Child) -> bool:
+    return child.process.returncode is None
+
+
+async def _end(child: Child, grace: float) -> None:
+    """End one child and its whole session: asked first, killed after *grace* seconds, then cleaned up after."""
     group = child.process.pid
     segments = shared_memory_of(group)
     with contextlib.suppress(ProcessLookupError):
         # The leader ends its own children in order; one that has gone cannot.
         child.process.terminate()
     with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(child.process.wait(), STOP_SECONDS)
+        await asyncio.wait_for(child.process.wait(), grace)
     with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(_session_end(group), ORPHAN_SECONDS)
+        await asyncio.wait_for(_session_end(group), min(grace, ORPHAN_SECONDS))
     segments |= shared_memory_of(group)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(group, signal.SIGKILL)
     await child.process.wait()
     # A killed process is gone when the kernel says so, not when we asked.
-    await _session_end(group)
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(_session_end(group), STOP_SECONDS)
     for segment in segments:
         segment.unlink(missing_ok=True)
 

@@ -16,12 +16,23 @@ NIXL_BYTES = "vllm:nixl_bytes_transferred_sum"
 METRICS_SECONDS = 15.0
 
 
+class TryoutFailed(RuntimeError):
+    """The request did not come back whole; the message holds the server's words."""
+
+
 async def ask(cluster: Cluster, model: str, prompt: str, max_tokens: int, show: Callable[[str], None]) -> None:
     """Stream the greedy answer to *prompt*, then say which instances served it and how much KV moved.
 
     Raises:
-        RuntimeError: the proxy did not answer with a stream; the message holds its words.
+        TryoutFailed: the proxy refused, broke off or cannot be reached.
     """
+    try:
+        await _ask(cluster, model, prompt, max_tokens, show)
+    except aiohttp.ClientError as error:
+        raise TryoutFailed(f"the cluster stopped answering: {error or type(error).__name__}") from error
+
+
+async def _ask(cluster: Cluster, model: str, prompt: str, max_tokens: int, show: Callable[[str], None]) -> None:
     before = await moved_bytes(cluster)
     started = time.monotonic()
     first: float | None = None
@@ -30,14 +41,14 @@ async def ask(cluster: Cluster, model: str, prompt: str, max_tokens: int, show: 
     url = url_of(cluster.proxy_host, cluster.proxy_port, "/v1/completions")
     async with aiohttp.ClientSession() as session, session.post(url, json=body) as response:
         if response.status != 200:
-            raise RuntimeError(f"the proxy answered {response.status}: {(await response.text())[:300]}")
+            raise TryoutFailed(f"the proxy answered {response.status}: {(await response.text())[:300]}")
         async for raw in response.content:
             line = raw.strip()
             if not line.startswith(b"data: {"):
                 continue
             event = orjson.loads(line[6:])
             if "error" in event:
-                raise RuntimeError(f"the stream broke: {event['error'].get('message')}")
+                raise TryoutFailed(f"the stream broke: {event['error'].get('message')}")
             if event.get("choices"):
                 first = first or time.monotonic()
                 show(event["choices"][0]["text"])
