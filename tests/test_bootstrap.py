@@ -53,7 +53,7 @@ def test_a_lock_that_is_in_is_not_installed_again(
     lock.write_text("x==1\n# comment\ny==2  # why\n")
     assert bootstrap.count_pins(lock) == 2
     bootstrap.install_locks(tmp_path, [lock])
-    assert ["-m", "pip", "install", "--no-deps"] == steps[0][1:5]
+    assert steps[0][1:5] == ["-m", "pip", "install", "--no-deps"]
     done = len(steps)
     bootstrap.install_locks(tmp_path, [lock])
     assert len(steps) == done
