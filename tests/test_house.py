@@ -17,7 +17,8 @@ MAY_IMPORT = {
     "cluster": set(),
     "models": set(),
     "engine": set(),
-    "proxy": {"cluster"},
+    "http": set(),
+    "proxy": {"cluster", "http"},
     "launch": {"cluster", "models", "engine"},
     "cli": {"cluster", "models", "engine", "proxy", "launch"},
 }

@@ -14,7 +14,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from baton.cluster import Endpoint, Role
-from baton.proxy.app import ProxySettings, build_app
+from baton.proxy import Proxy, ProxySettings
 
 Handler = Callable[["FakeEngine", web.Request, dict[str, Any]], Awaitable[web.StreamResponse]]
 
@@ -102,7 +102,7 @@ class House:
     url: str
     prefill: list[FakeEngine]
     decode: list[FakeEngine]
-    server: TestServer
+    proxy: Proxy
 
     def post(self, body: Any, path: str = "/v1/completions", **options: Any) -> Any:
         return self.client.post(f"{self.url}{path}", json=body, **options)
@@ -116,12 +116,13 @@ async def house(prefill: int = 1, decode: int = 1, **settings: Any) -> AsyncIter
             await engine.start()
             assert engine.server is not None
             stack.push_async_callback(engine.server.close)
-        made = ProxySettings(host="127.0.0.1", port=1, endpoints=tuple(each.endpoint for each in engines), **settings)
-        server = TestServer(build_app(made))
-        await server.start_server()
-        stack.push_async_callback(server.close)
+        proxy = Proxy(
+            ProxySettings(host="127.0.0.1", port=0, endpoints=tuple(each.endpoint for each in engines), **settings)
+        )
+        ((_, port),) = await proxy.start()
+        stack.push_async_callback(proxy.stop, 0.0)
         client = await stack.enter_async_context(aiohttp.ClientSession())
-        yield House(client, f"http://127.0.0.1:{server.port}", engines[:prefill], engines[prefill:], server)
+        yield House(client, f"http://127.0.0.1:{port}", engines[:prefill], engines[prefill:], proxy)
 
 
 async def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:

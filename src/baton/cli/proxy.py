@@ -32,7 +32,7 @@ def run(words: Sequence[str]) -> int:
     )
     logging.basicConfig(level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s")
 
-    def on_ready() -> None:
+    def on_ready(_: object) -> None:
         print(
             f"baton proxy: listening on http://{args.host}:{args.port}, "
             f"{_names(endpoints, Role.PREFILL)} to {_names(endpoints, Role.DECODE)}",

@@ -1,6 +1,6 @@
 """The front door's room: one request's way through prefill, hand-off and decode."""
 
-from baton.proxy.app import ProxySettings, serve
+from baton.proxy.app import Proxy, ProxySettings, serve
 from baton.proxy.fleet import Fleet, NoInstance
 
-__all__ = ["Fleet", "NoInstance", "ProxySettings", "serve"]
+__all__ = ["Fleet", "NoInstance", "Proxy", "ProxySettings", "serve"]

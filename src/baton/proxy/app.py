@@ -1,4 +1,4 @@
-"""The proxy as a server: routes, the way back to the client, start and stop."""
+"""The proxy as a server: what answers at which path, start and stop."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ import logging
 import signal
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
 
 import orjson
-from aiohttp import web
-from aiohttp.typedefs import Handler
 
 from baton.cluster import Endpoint
-from baton.proxy import admin, legs
+from baton.http import Header, Limits, Request, Responder, Server
+from baton.proxy import legs
+from baton.proxy.admin import Answer, admin_routes
 from baton.proxy.errors import ProxyError
 from baton.proxy.fleet import Fleet, NoInstance
 from baton.proxy.journey import Journey, State, Way
@@ -27,10 +28,9 @@ from baton.proxy.upstream import Upstream
 
 logger = logging.getLogger("baton.proxy")
 
-MAX_BODY_BYTES = 64 << 20
 RETRY_SECONDS = 0.25
-_FORWARDED = ("Authorization", "traceparent", "tracestate")
-WAY = web.AppKey("way", Way)
+_FORWARDED = frozenset((b"authorization", b"traceparent", b"tracestate"))
+_JSON = (b"content-type", b"application/json")
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,7 @@ class ProxySettings:
         request_timeout_seconds: for one leg; None has no limit.
         probe_interval_seconds: between two rounds of health questions.
         shutdown_seconds: how long open requests may go on after a stop was asked for.
+        limits: of the HTTP server.
     """
 
     host: str
@@ -53,9 +54,139 @@ class ProxySettings:
     request_timeout_seconds: float | None = None
     probe_interval_seconds: float = 2.0
     shutdown_seconds: float = 30.0
+    limits: Limits = field(default_factory=Limits)
 
 
-async def serve(settings: ProxySettings, on_ready: Callable[[], None] = lambda: None) -> None:
+class Proxy:
+    """A running proxy: start, stop, and between them one handler for every request."""
+
+    def __init__(self, settings: ProxySettings) -> None:
+        self.settings = settings
+        self.fleet = Fleet(settings.endpoints)
+        policy = POLICIES[settings.policy]
+        upstream = Upstream(self.fleet, settings.request_timeout_seconds)
+        self.way = Way(self.fleet, upstream, policy(), policy(), Metrics(self.fleet))
+        self._admin = admin_routes(self.way)
+        self._server = Server(self.handle, settings.limits, refusal)
+        self._background: list[asyncio.Task[None]] = []
+
+    async def start(self) -> list[tuple[str, int]]:
+        """Listen; the bound addresses. The engines have been asked for their health once.
+
+        Raises:
+            OSError: the address cannot be had.
+        """
+        await self.way.upstream.probe(self.fleet)
+        addresses = await self._server.listen(self.settings.host, self.settings.port)
+        work = (self._probe_forever(), self.way.upstream.sweep_forever())
+        self._background = [asyncio.create_task(each) for each in work]
+        return addresses
+
+    async def stop(self, grace_seconds: float) -> None:
+        """Take no more requests, finish what is open for *grace_seconds*, then cut the rest."""
+        for task in self._background:
+            task.cancel()
+        await self._server.close(grace_seconds)
+        self.way.upstream.close()
+
+    async def handle(self, request: Request, responder: Responder) -> None:
+        """Answer one request, whatever it is."""
+        try:
+            if request.path in legs.GENERATION and request.method == "POST":
+                await self._generate(request, responder)
+            else:
+                answer = await self._answer(request)
+                responder.send(answer.status, answer.headers, answer.body)
+        except (legs.Refused, NoInstance, ProxyError) as error:
+            if responder.started:
+                responder.abort()
+                return
+            told = as_proxy_error(error)
+            responder.send(told.status, [_JSON, *told.headers()], told.body())
+
+    async def _answer(self, request: Request) -> Answer:
+        """What is not generation."""
+        methods = self._admin.get(request.path)
+        if methods is None:
+            if request.path not in legs.GENERATION:
+                raise ProxyError(404, f"there is nothing at {request.path}")
+            methods = {}
+        make = methods.get("GET" if request.method == "HEAD" else request.method)
+        if make is None:
+            allowed = ", ".join(sorted(methods)) or "POST"
+            raise ProxyError(405, f"{request.method} is not allowed on {request.path}", allow=allowed)
+        return await make(request)
+
+    async def _generate(self, request: Request, responder: Responder) -> None:
+        """Both phases, for every endpoint in ``legs.GENERATION``."""
+        arrived = time.monotonic()
+        status = 499  # the client left
+        journey: Journey | None = None
+        try:
+            journey = begin(request, arrived)
+            status = await run_read(journey, self.way, responder)
+            journey.state = State.DONE
+        except asyncio.CancelledError:
+            if journey is not None:
+                journey.state = State.CANCELLED
+            raise
+        except (legs.Refused, NoInstance, ProxyError) as error:
+            if journey is not None:
+                journey.state = State.FAILED
+            status = as_proxy_error(error).status
+            raise
+        finally:
+            self.way.metrics.request(request.path, status, time.monotonic() - arrived)
+
+    async def _probe_forever(self) -> None:
+        while True:
+            # One that is out is asked more often, so that it is missed no longer than need be.
+            out = not all(instance.usable for instance in self.fleet)
+            interval = self.settings.probe_interval_seconds
+            await asyncio.sleep(min(interval, RETRY_SECONDS) if out else interval)
+            await self.way.upstream.probe(self.fleet)
+
+
+def begin(request: Request, arrived: float) -> Journey:
+    """The journey of a request, with its body parsed and checked.
+
+    Raises:
+        ProxyError: the body is no JSON, or compressed.
+        legs.Refused: it asks for what cannot be handed over.
+    """
+    coding = request.header(b"content-encoding")
+    if coding is not None and coding.lower() != b"identity":
+        raise ProxyError(415, "a compressed body is not supported: send it as it is")
+    try:
+        body = legs.check(orjson.loads(request.body))
+    except orjson.JSONDecodeError as error:
+        raise ProxyError(400, f"the body is not JSON: {error}") from error
+    request_id = uuid.uuid4().hex.encode()
+    carried: list[Header] = [pair for pair in request.headers if pair[0] in _FORWARDED]
+    own_id = request.header(b"x-request-id") or request_id
+    return Journey(
+        request, body, request_id, [*carried, (b"x-request-id", request_id)], [(b"x-request-id", own_id)], arrived
+    )
+
+
+def as_proxy_error(error: Exception) -> ProxyError:
+    """The answer for what went wrong."""
+    match error:
+        case ProxyError():
+            return error
+        case legs.Refused():
+            return ProxyError(400, str(error), param=error.param)
+        case NoInstance():
+            return ProxyError(503, str(error), retry_after=1)
+    raise AssertionError(f"not an error of ours: {error!r}")
+
+
+def refusal(status: int, reason: str) -> tuple[bytes, bytes]:
+    """What the HTTP server says by itself, in OpenAI's shape."""
+    return b"application/json", ProxyError(status, reason).body()
+
+
+async def serve(settings: ProxySettings, on_ready: Callable[[list[tuple[str, int]]], None] = lambda _: None) -> None:
     """Serve until SIGINT or SIGTERM; then finish what is open and return.
 
     Raises:
@@ -65,137 +196,14 @@ async def serve(settings: ProxySettings, on_ready: Callable[[], None] = lambda: 
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
-    runner = web.AppRunner(
-        build_app(settings),
-        # A client that leaves cancels its journey, and with it the leg that is under way.
-        handler_cancellation=True,
-        access_log=None,
-        shutdown_timeout=settings.shutdown_seconds,
-    )
-    await runner.setup()
+    proxy = Proxy(settings)
     try:
-        await web.TCPSite(runner, settings.host, settings.port, backlog=1024).start()
-        on_ready()
+        on_ready(await proxy.start())
         await stop.wait()
     finally:
-        await runner.cleanup()
-
-
-def build_app(settings: ProxySettings) -> web.Application:
-    """The application, with nothing started yet."""
-    fleet = Fleet(settings.endpoints)
-    policy = POLICIES[settings.policy]
-    way = Way(fleet, Upstream(settings.request_timeout_seconds), policy(), policy(), Metrics(fleet))
-    app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_errors])
-    app[WAY] = way
-    for path in legs.GENERATION:
-        app.router.add_post(path, _generate)
-    admin.add_routes(app, way)
-
-    async def upstream(_: web.Application) -> AsyncIterator[None]:
-        await way.upstream.open()
-        await way.upstream.probe(fleet)
-        probing = asyncio.create_task(_probe_forever(way, settings.probe_interval_seconds))
-        yield
-        probing.cancel()
+        stopping = asyncio.ensure_future(proxy.stop(settings.shutdown_seconds))
+        for number in (signal.SIGINT, signal.SIGTERM):
+            # Asked a second time: cut what is still open.
+            loop.add_signal_handler(number, partial(stopping.cancel))
         with contextlib.suppress(asyncio.CancelledError):
-            await probing
-        await way.upstream.close()
-
-    app.cleanup_ctx.append(upstream)
-    return app
-
-
-async def _probe_forever(way: Way, interval_seconds: float) -> None:
-    while True:
-        # One that is out is asked more often, so that it is missed no longer than need be.
-        out = not all(instance.usable for instance in way.fleet)
-        await asyncio.sleep(min(interval_seconds, RETRY_SECONDS) if out else interval_seconds)
-        await way.upstream.probe(way.fleet)
-
-
-class _Reply:
-    """The way back to one client, on aiohttp's response objects."""
-
-    def __init__(self, request: web.Request, headers: Mapping[str, str]) -> None:
-        self._request = request
-        self._headers = headers
-        self.response: web.StreamResponse | None = None
-
-    async def whole(self, status: int, headers: Mapping[str, str], body: bytes) -> None:
-        self.response = web.Response(status=status, headers={**headers, **self._headers}, body=body)
-
-    async def head(self, status: int, headers: Mapping[str, str]) -> None:
-        self.response = web.StreamResponse(status=status, headers={**headers, **self._headers})
-        await self.response.prepare(self._request)
-
-    async def chunk(self, data: bytes) -> None:
-        assert self.response is not None, "the head goes first"
-        await self.response.write(data)
-
-
-async def _generate(request: web.Request) -> web.StreamResponse:
-    """Both phases, for every endpoint in ``legs.GENERATION``."""
-    way = request.app[WAY]
-    request_id = uuid.uuid4().hex
-    reply = _Reply(request, {"X-Request-Id": request.headers.get("X-Request-Id", request_id)})
-    carried = {name: request.headers[name] for name in _FORWARDED if name in request.headers}
-    journey = Journey(
-        request.path, legs.check(await _json(request)), request_id, {**carried, "X-Request-Id": request_id}
-    )
-    status = 499  # the client left
-    try:
-        status = await run_read(journey, way, reply)
-        journey.state = State.DONE
-    except asyncio.CancelledError:
-        journey.state = State.CANCELLED
-        raise
-    except (ProxyError, NoInstance) as error:
-        journey.state = State.FAILED
-        status = error.status if isinstance(error, ProxyError) else 503
-        raise
-    finally:
-        way.metrics.requests.labels(request.path, status).inc()
-        way.metrics.request_seconds.observe(time.monotonic() - journey.arrived)
-    assert reply.response is not None
-    return reply.response
-
-
-async def _json(request: web.Request) -> object:
-    body = await request.read()
-    try:
-        return orjson.loads(body)
-    except orjson.JSONDecodeError as error:
-        raise ProxyError(400, f"the body is not JSON: {error}") from error
-
-
-@web.middleware
-async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Everything that is not an engine's answer becomes one in OpenAI's shape."""
-    try:
-        return await handler(request)
-    except (legs.Refused, NoInstance, ProxyError, web.HTTPException) as error:
-        return _answer(_as_proxy_error(error, request))
-
-
-def _as_proxy_error(error: Exception, request: web.Request) -> ProxyError:
-    match error:
-        case ProxyError():
-            return error
-        case legs.Refused():
-            return ProxyError(400, str(error), param=error.param)
-        case NoInstance():
-            return ProxyError(503, str(error), retry_after=1)
-    assert isinstance(error, web.HTTPException)
-    messages = {
-        404: f"there is nothing at {request.path}",
-        405: f"{request.method} is not allowed on {request.path}",
-        413: f"the body is over {MAX_BODY_BYTES} bytes",
-    }
-    return ProxyError(error.status, messages.get(error.status, error.reason))
-
-
-def _answer(error: ProxyError) -> web.Response:
-    return web.Response(
-        status=error.status, body=error.body(), headers=error.headers(), content_type="application/json"
-    )
+            await stopping

@@ -6,6 +6,8 @@ from typing import Any
 
 import orjson
 
+from baton.http import Header
+
 _TYPES = {
     400: "invalid_request_error",
     404: "not_found_error",
@@ -26,20 +28,35 @@ class ProxyError(Exception):
         message: for the client; names no host.
         param: the field of the body at fault.
         retry_after: seconds after which another try makes sense.
+        allow: the methods that the path has.
     """
 
-    def __init__(self, status: int, message: str, *, param: str | None = None, retry_after: int | None = None) -> None:
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        retry_after: int | None = None,
+        allow: str | None = None,
+    ) -> None:
         super().__init__(message)
         self.status = status
         self.message = message
         self.param = param
         self.retry_after = retry_after
+        self.allow = allow
 
     def body(self) -> bytes:
         return orjson.dumps(error_object(self.status, self.message, self.param))
 
-    def headers(self) -> dict[str, str]:
-        return {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
+    def headers(self) -> list[Header]:
+        made: list[Header] = []
+        if self.retry_after is not None:
+            made.append((b"retry-after", b"%d" % self.retry_after))
+        if self.allow is not None:
+            made.append((b"allow", self.allow.encode()))
+        return made
 
     def event(self) -> bytes:
         """The same as a server-sent event, for a stream whose head is gone already."""

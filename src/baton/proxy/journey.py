@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import enum
 import time
-from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
 
-import aiohttp
 import orjson
 
 from baton.cluster import Role
+from baton.http import Broken, Header, Request, Responder, Response
 from baton.proxy import legs
 from baton.proxy.errors import ProxyError
 from baton.proxy.fleet import Fleet, ProxyInstance
@@ -24,6 +22,9 @@ from baton.proxy.metrics import Metrics
 from baton.proxy.routing import Policy
 from baton.proxy.ticket import TICKET_KEY, Ticket
 from baton.proxy.upstream import Upstream
+
+_TICKET_BYTES = TICKET_KEY.encode()
+_NO_TICKET = b'"kv_transfer_params":null'
 
 
 class State(enum.StrEnum):
@@ -40,45 +41,35 @@ class State(enum.StrEnum):
     CANCELLED = "cancelled"
 
 
-class Reply(Protocol):
-    """The way back to the client. The head is sent once, and only when it is known."""
-
-    async def whole(self, status: int, headers: Mapping[str, str], body: bytes) -> None:
-        """Answer in one piece."""
-
-    async def head(self, status: int, headers: Mapping[str, str]) -> None:
-        """Begin a stream."""
-
-    async def chunk(self, data: bytes) -> None:
-        """Pass a piece of the stream on, waiting while the client is slow."""
-
-
 @dataclass
 class Journey:
     """What is known of one request.
 
     Attributes:
-        path: the endpoint.
-        body: the client's body, parsed and checked.
-        request_id: ours; on both legs.
-        headers: what both legs carry besides.
+        request: as it came.
+        body: its body, parsed and checked.
+        headers: what both legs carry besides the body.
+        answer_headers: what the client's answer carries in any case.
         arrived: on the monotonic clock, in seconds.
         state: where it is; never goes back.
     """
 
-    path: str
+    request: Request
     body: legs.Body
-    request_id: str
-    headers: Mapping[str, str]
+    request_id: bytes
+    headers: list[Header]
+    answer_headers: list[Header]
     arrived: float = field(default_factory=time.monotonic)
     state: State = State.RECEIVED
     prefill: ProxyInstance | None = None
     decode: ProxyInstance | None = None
 
-    def served_by(self) -> dict[str, str]:
-        """Headers that name the instances used."""
-        names = {"x-baton-prefill": self.prefill, "x-baton-decode": self.decode}
-        return {name: instance.id for name, instance in names.items() if instance is not None}
+    def answer_head(self, content_type: bytes) -> list[Header]:
+        """Headers of an engine's answer to the client, with the instances used."""
+        made = [(b"content-type", content_type), *self.answer_headers]
+        if self.prefill is not None and self.decode is not None:
+            made += [(b"x-baton-prefill", self.prefill.id.encode()), (b"x-baton-decode", self.decode.id.encode())]
+        return made
 
 
 @dataclass(frozen=True)
@@ -96,86 +87,13 @@ class Way:
     metrics: Metrics
 
 
-RunMode = Callable[[Journey, Way, Reply], Awaitable[int]]
+@dataclass(frozen=True)
+class EngineAnswer:
+    """A whole answer of an engine, to be passed on as it is."""
 
-
-async def prefill(journey: Journey, way: Way) -> Ticket | tuple[int, str, bytes] | None:
-    """Run the prefill leg.
-
-    Returns:
-        The ticket; None when the server answered without one; or its refusal as status, content
-        type and body, which is the client's answer.
-    """
-    instance = journey.prefill
-    assert instance is not None
-    journey.state = State.PREFILLING
-    with instance.busy():
-        async with way.upstream.post(
-            instance, journey.path, legs.prefill_leg(journey.body), journey.headers
-        ) as response:
-            # Read to the end, also of a refusal: only then can the connection be used again.
-            body = await response.read()
-            status, kind = response.status, response.headers.get("Content-Type", "application/json")
-    way.metrics.prefill_seconds.observe(time.monotonic() - journey.arrived)
-    if status != 200:
-        return status, kind, body
-    try:
-        ticket = Ticket.from_answer(orjson.loads(body), time.monotonic())
-    except orjson.JSONDecodeError as error:
-        raise ProxyError(502, "the prefill server's answer is not JSON") from error
-    if ticket is not None:
-        journey.state = State.HANDED_OFF
-    return ticket
-
-
-async def decode(journey: Journey, way: Way, ticket: Ticket | None, reply: Reply) -> int:
-    """Run the decode leg and pass its answer on; the status that the client got."""
-    instance = journey.decode
-    assert instance is not None
-    with instance.busy():
-        async with way.upstream.post(
-            instance, journey.path, legs.decode_leg(journey.body, ticket), journey.headers
-        ) as response:
-            journey.state = State.DECODING
-            way.metrics.first_byte_seconds.observe(time.monotonic() - journey.arrived)
-            if ticket is not None and response.status == 200:
-                way.metrics.handed_off.inc()
-            head = {"Content-Type": response.headers.get("Content-Type", "application/json")}
-            head |= journey.served_by()
-            if response.status == 200 and response.content_type == "text/event-stream":
-                await reply.head(200, head)
-                journey.state = State.STREAMING
-                await _stream(response, way, reply)
-            else:
-                body = await response.read()
-                await reply.whole(response.status, head, without_ticket(body) if response.status == 200 else body)
-            return response.status
-
-
-async def _stream(response: aiohttp.ClientResponse, way: Way, reply: Reply) -> None:
-    """Pass the stream on as it comes. One that breaks ends with an error event and no [DONE]."""
-    try:
-        async for data in response.content.iter_any():
-            await reply.chunk(data)
-    except (aiohttp.ClientError, TimeoutError) as error:
-        way.metrics.stream_errors.inc()
-        broken = ProxyError(502, f"the decode server broke off its answer ({type(error).__name__})")
-        # A line may be half out: the blank line ends it, so that the event stands alone.
-        await reply.chunk(b"\n\n" + broken.event())
-
-
-def without_ticket(body: bytes) -> bytes:
-    """An answer for the client: a ticket in it would name hosts and blocks."""
-    if TICKET_KEY.encode() not in body:
-        return body
-    try:
-        answer: Any = orjson.loads(body)
-    except orjson.JSONDecodeError as error:
-        raise ProxyError(502, "the decode server's answer is not JSON") from error
-    if not isinstance(answer, dict) or answer.get(TICKET_KEY) is None:
-        return body
-    del answer[TICKET_KEY]
-    return orjson.dumps(answer)
+    status: int
+    content_type: bytes
+    body: bytes
 
 
 def choose(journey: Journey, way: Way) -> None:
@@ -191,3 +109,96 @@ def choose(journey: Journey, way: Way) -> None:
     journey.prefill = way.prefill_policy.pick(prefills)
     journey.decode = way.decode_policy.pick(decodes)
     journey.state = State.ADMITTED
+
+
+async def prefill(journey: Journey, way: Way) -> Ticket | EngineAnswer | None:
+    """Run the prefill leg.
+
+    Returns:
+        The ticket; None when the server answered without one; or its refusal, which is the client's answer.
+
+    Raises:
+        ProxyError: it broke off, took too long or cannot be reached.
+    """
+    instance = journey.prefill
+    assert instance is not None
+    journey.state = State.PREFILLING
+    body = orjson.dumps(legs.prefill_leg(journey.body))
+    with instance.busy():
+        async with way.upstream.post(instance, journey.request.target, journey.headers, body) as response:
+            # Read to the end, also of a refusal: only then can the connection be used again.
+            answer = await read_answer(response)
+    way.metrics.prefill_seconds.observe(time.monotonic() - journey.arrived)
+    if answer.status != 200:
+        return answer
+    try:
+        ticket = Ticket.from_answer(orjson.loads(answer.body), time.monotonic())
+    except orjson.JSONDecodeError as error:
+        raise ProxyError(502, "the prefill server's answer is not JSON") from error
+    if ticket is not None:
+        journey.state = State.HANDED_OFF
+    return ticket
+
+
+async def decode(journey: Journey, way: Way, ticket: Ticket | None, responder: Responder) -> int:
+    """Run the decode leg and pass its answer on; the status that the client got.
+
+    Raises:
+        ProxyError: it broke off, took too long or cannot be reached, and nothing was sent to the client.
+    """
+    instance = journey.decode
+    assert instance is not None
+    body = legs.decode_bytes(journey.request.body, journey.body, ticket)
+    with instance.busy():
+        async with way.upstream.post(instance, journey.request.target, journey.headers, body) as response:
+            journey.state = State.DECODING
+            way.metrics.first_byte_seconds.observe(time.monotonic() - journey.arrived)
+            if ticket is not None and response.status == 200:
+                way.metrics.handed_off.inc()
+            content_type = response.header(b"content-type") or b"application/json"
+            if response.status == 200 and content_type.startswith(b"text/event-stream"):
+                responder.start(200, journey.answer_head(content_type))
+                journey.state = State.STREAMING
+                await stream(response, way, responder)
+            else:
+                answer = await read_answer(response)
+                whole = without_ticket(answer.body) if answer.status == 200 else answer.body
+                responder.send(answer.status, journey.answer_head(content_type), whole)
+            return response.status
+
+
+async def read_answer(response: Response) -> EngineAnswer:
+    """An engine's answer, whole."""
+    return EngineAnswer(response.status, response.header(b"content-type") or b"application/json", await response.read())
+
+
+async def stream(response: Response, way: Way, responder: Responder) -> None:
+    """Pass the stream on as it comes, in callbacks; a slow client holds the engine back.
+
+    One that breaks ends with an error event and no [DONE].
+    """
+    responder.on_pause, responder.on_resume = response.pause, response.resume
+    if responder.paused:
+        response.pause()
+    try:
+        await response.feed(responder.write)
+    except Broken:
+        way.metrics.stream_errors.inc()
+        broken = ProxyError(502, "the decode server broke off its answer")
+        # A line may be half out: the blank line ends it, so that the event stands alone.
+        responder.write(b"\n\n" + broken.event())
+    responder.end()
+
+
+def without_ticket(body: bytes) -> bytes:
+    """An answer for the client: a ticket in it would name hosts and blocks."""
+    if _TICKET_BYTES not in body or _NO_TICKET in body:
+        return body
+    try:
+        answer = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise ProxyError(502, "the decode server's answer is not JSON") from error
+    if not isinstance(answer, dict) or answer.get(TICKET_KEY) is None:
+        return body
+    del answer[TICKET_KEY]
+    return orjson.dumps(answer)

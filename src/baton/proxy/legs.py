@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import orjson
+
 from baton.proxy.ticket import ASK, TICKET_KEY, Ticket
 
 Body = Mapping[str, Any]
@@ -88,3 +90,19 @@ def decode_leg(body: Body, ticket: Ticket | None) -> dict[str, Any]:
     if ticket is not None:
         leg[TICKET_KEY] = dict(ticket.params)
     return leg
+
+
+def decode_bytes(raw: bytes, body: Body, ticket: Ticket | None) -> bytes:
+    """:func:`decode_leg` as bytes: the client's own, to the letter, with the ticket in front.
+
+    Args:
+        raw: what the client sent, of which *body* is the parsed form.
+        body: as checked.
+        ticket: what prefill gave.
+    """
+    if TICKET_KEY in body or not body:
+        return orjson.dumps(decode_leg(body, ticket))
+    if ticket is None:
+        return raw
+    start = raw.index(b"{") + 1
+    return b'{"%b":%b,%b' % (TICKET_KEY.encode(), orjson.dumps(ticket.params), raw[start:])

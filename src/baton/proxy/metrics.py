@@ -37,6 +37,8 @@ class Metrics:
     def __init__(self, fleet: Fleet) -> None:
         self.registry = CollectorRegistry()
         self.registry.register(_FleetCollector(fleet))
+        # Looking a label up costs more than counting.
+        self._by_status: dict[tuple[str, int], Counter] = {}
         self.requests = Counter(
             "baton_requests",
             "Requests by endpoint and the status they were answered with",
@@ -69,6 +71,15 @@ class Metrics:
         self.request_seconds = Histogram(
             "baton_request_seconds", "From arrival to the last byte", buckets=_SECONDS, registry=self.registry
         )
+
+    def request(self, endpoint: str, status: int, seconds: float) -> None:
+        """Count one answered request."""
+        key = (endpoint, status)
+        counter = self._by_status.get(key)
+        if counter is None:
+            counter = self._by_status[key] = self.requests.labels(endpoint, status)
+        counter.inc()
+        self.request_seconds.observe(seconds)
 
     def render(self) -> bytes:
         return generate_latest(self.registry)

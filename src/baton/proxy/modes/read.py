@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 
-from baton.proxy.journey import Journey, Reply, Way, choose, decode, prefill
-from baton.proxy.ticket import Ticket
+from baton.http import Responder
+from baton.proxy.journey import EngineAnswer, Journey, Way, choose, decode, prefill
 
 logger = logging.getLogger("baton.proxy")
 
 
-async def run_read(journey: Journey, way: Way, reply: Reply) -> int:
+async def run_read(journey: Journey, way: Way, responder: Responder) -> int:
     """One request, whole; the status that the client got.
 
     Raises:
@@ -22,19 +22,17 @@ async def run_read(journey: Journey, way: Way, reply: Reply) -> int:
 
     # prefill
     outcome = await prefill(journey, way)
-    if isinstance(outcome, tuple):
-        status, kind, body = outcome
-        await reply.whole(status, {"Content-Type": kind, **journey.served_by()}, body)
-        return status
+    if isinstance(outcome, EngineAnswer):
+        responder.send(outcome.status, journey.answer_head(outcome.content_type), outcome.body)
+        return outcome.status
     if outcome is None:
         assert journey.prefill is not None
         way.metrics.without_ticket.inc()
         logger.warning(
             "%s gave no ticket for %s: the decode server computes the prompt itself",
             journey.prefill.id,
-            journey.request_id,
+            journey.request_id.decode(),
         )
 
     # hand off and decode
-    ticket: Ticket | None = outcome
-    return await decode(journey, way, ticket, reply)
+    return await decode(journey, way, outcome, responder)
