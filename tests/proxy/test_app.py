@@ -349,3 +349,21 @@ def test_a_connection_to_an_engine_is_used_again() -> None:
         assert len(ports) == 1
 
     with_house(test)
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_a_leg_that_takes_too_long_is_a_504_and_is_aborted(phase: str) -> None:
+    async def test(made: House) -> None:
+        async def hang(*_: Any) -> web.StreamResponse:
+            await asyncio.Event().wait()
+            raise AssertionError("unreachable")
+
+        engine = getattr(made, phase)[0]
+        engine.answer = hang
+        async with made.post({"prompt": "a"}) as response:
+            assert response.status == 504
+            assert (await response.json())["error"]["message"] == f"the {phase} server took too long"
+        await until(lambda: engine.gone == 1)
+        assert all(instance.in_flight == 0 for instance in made.proxy.fleet)
+
+    with_house(test, request_timeout_seconds=0.2)

@@ -56,11 +56,3 @@ def test_ready_needs_one_of_each_role() -> None:
     assert made.ready()
     made.pools[Role.DECODE][0].usable = False
     assert not made.ready()
-
-
-def test_in_flight_goes_back_down_whatever_happens() -> None:
-    instance = fleet().pools[Role.PREFILL][0]
-    with pytest.raises(ValueError, match="boom"), instance.busy():
-        assert instance.in_flight == 1
-        raise ValueError("boom")
-    assert instance.in_flight == 0

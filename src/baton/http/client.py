@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import AsyncIterator, Callable, Iterable
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import cast
 
@@ -185,14 +184,18 @@ class ClientConnection(asyncio.Protocol):
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     async def feed(self, sink: Callable[[bytes], None]) -> None:
-        pieces, self._pieces = self._pieces, []
-        for piece in pieces:
-            sink(piece)
         self._sink = sink
         try:
+            self._flush()
             await self._wait()
         finally:
             self._sink = None
+
+    def _flush(self) -> None:
+        """Hand the sink what has come since, in one piece."""
+        if self._pieces and self._sink is not None:
+            pieces, self._pieces = self._pieces, []
+            self._sink(pieces[0] if len(pieces) == 1 else b"".join(pieces))
 
     async def _wait(self) -> None:
         if self._error is not None:
@@ -237,6 +240,8 @@ class ClientConnection(asyncio.Protocol):
             self._fail("the server switched protocols")
         except httptools.HttpParserError as error:
             self._fail(f"the server's answer is not valid HTTP/1.1 ({type(error).__name__})")
+        # What one read brought goes on as one piece, still within this callback.
+        self._flush()
 
     def eof_received(self) -> bool:
         return False
@@ -277,9 +282,7 @@ class ClientConnection(asyncio.Protocol):
             self.on_message_complete()
 
     def on_body(self, body: bytes) -> None:
-        if self._sink is not None:
-            self._sink(body)
-        elif not self._complete:
+        if not self._complete:
             self._pieces.append(body)
 
     def on_message_complete(self) -> None:
@@ -306,6 +309,41 @@ class ClientConnection(asyncio.Protocol):
         self.close()
 
 
+class Exchange:
+    """One request and its response, as an async context manager; see :meth:`Pool.request`.
+
+    A class and not a generator: it is entered twice for every request of a proxy.
+    """
+
+    __slots__ = ("_bodiless", "_connection", "_data", "_pool")
+
+    def __init__(self, pool: Pool, data: bytes, *, bodiless: bool) -> None:
+        self._pool = pool
+        self._data = data
+        self._bodiless = bodiless
+        self._connection: ClientConnection | None = None
+
+    async def __aenter__(self) -> Response:
+        pool = self._pool
+        connection = self._connection = pool.take() or await pool.connect()
+        try:
+            waiting = connection.send(self._data, bodiless=self._bodiless)
+            if pool.timeouts.head is None:
+                return await waiting
+            return await asyncio.wait_for(waiting, pool.timeouts.head)
+        except TimeoutError as error:
+            connection.close()
+            raise TooSlow(f"no answer within {pool.timeouts.head} s") from error
+        except BaseException:
+            # Cancelled or broken: the server must see that nobody waits any more.
+            connection.close()
+            raise
+
+    async def __aexit__(self, *_: object) -> None:
+        assert self._connection is not None
+        self._pool.give_back(self._connection)
+
+
 class Pool:
     """Connections to one origin. Idle ones are kept for the next request, newest first."""
 
@@ -321,32 +359,17 @@ class Pool:
         """Open connections, idle and busy."""
         return len(self._all)
 
-    @asynccontextmanager
-    async def request(
-        self, method: bytes, target: bytes, headers: Iterable[Header], body: bytes = b""
-    ) -> AsyncIterator[Response]:
-        """One exchange. Leaving the block before the body was read cuts the connection, which the server sees.
+    def request(self, method: bytes, target: bytes, headers: Iterable[Header], body: bytes = b"") -> Exchange:
+        """One exchange, to be entered with ``async with``: gives the response once its head is in.
 
-        Raises:
+        Leaving the block before the body was read cuts the connection, which the server sees. Entering raises:
             ConnectFailed: nothing was sent.
             Broken: the server closed early.
             TooSlow: the head did not come in time.
         """
         framing = [] if method in (b"GET", b"HEAD") else [(b"content-length", b"%d" % len(body))]
         data = head(b"%b %b HTTP/1.1\r\n" % (method, target), [self._host, *headers, *framing]) + body
-        connection = self._take() or await self._connect()
-        try:
-            waiting = connection.send(data, bodiless=method == b"HEAD")
-            if self.timeouts.head is None:
-                response = await waiting
-            else:
-                try:
-                    response = await asyncio.wait_for(waiting, self.timeouts.head)
-                except TimeoutError as error:
-                    raise TooSlow(f"no answer within {self.timeouts.head} s") from error
-            yield response
-        finally:
-            self._give_back(connection)
+        return Exchange(self, data, bodiless=method == b"HEAD")
 
     def sweep(self) -> None:
         """Close connections that have been idle for too long."""
@@ -360,7 +383,7 @@ class Pool:
             connection.close()
         self._idle.clear()
 
-    def _take(self) -> ClientConnection | None:
+    def take(self) -> ClientConnection | None:
         limit = asyncio.get_running_loop().time() - self.timeouts.idle_connection
         while self._idle:
             connection = self._idle.pop()
@@ -369,7 +392,7 @@ class Pool:
             connection.close()
         return None
 
-    async def _connect(self) -> ClientConnection:
+    async def connect(self) -> ClientConnection:
         loop = asyncio.get_running_loop()
         origin = self.origin
 
@@ -395,7 +418,7 @@ class Pool:
         self._all.add(connection)
         return connection
 
-    def _give_back(self, connection: ClientConnection) -> None:
+    def give_back(self, connection: ClientConnection) -> None:
         if connection.reusable:
             connection.resume()
             connection.idle_since = asyncio.get_running_loop().time()

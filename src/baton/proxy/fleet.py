@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -37,15 +36,6 @@ class ProxyInstance:
     place: int
     usable: bool = False
     in_flight: int = 0
-
-    @contextlib.contextmanager
-    def busy(self) -> Iterator[None]:
-        """Count one request for as long as the block runs, whatever way it is left."""
-        self.in_flight += 1
-        try:
-            yield
-        finally:
-            self.in_flight -= 1
 
     def set_usable(self, usable: bool, why: str) -> None:
         if usable != self.usable:

@@ -124,10 +124,9 @@ async def prefill(journey: Journey, way: Way) -> Ticket | EngineAnswer | None:
     assert instance is not None
     journey.state = State.PREFILLING
     body = orjson.dumps(legs.prefill_leg(journey.body))
-    with instance.busy():
-        async with way.upstream.post(instance, journey.request.target, journey.headers, body) as response:
-            # Read to the end, also of a refusal: only then can the connection be used again.
-            answer = await read_answer(response)
+    async with way.upstream.post(instance, journey.request.target, journey.headers, body) as response:
+        # Read to the end, also of a refusal: only then can the connection be used again.
+        answer = await read_answer(response)
     way.metrics.prefill_seconds.observe(time.monotonic() - journey.arrived)
     if answer.status != 200:
         return answer
@@ -149,22 +148,21 @@ async def decode(journey: Journey, way: Way, ticket: Ticket | None, responder: R
     instance = journey.decode
     assert instance is not None
     body = legs.decode_bytes(journey.request.body, journey.body, ticket)
-    with instance.busy():
-        async with way.upstream.post(instance, journey.request.target, journey.headers, body) as response:
-            journey.state = State.DECODING
-            way.metrics.first_byte_seconds.observe(time.monotonic() - journey.arrived)
-            if ticket is not None and response.status == 200:
-                way.metrics.handed_off.inc()
-            content_type = response.header(b"content-type") or b"application/json"
-            if response.status == 200 and content_type.startswith(b"text/event-stream"):
-                responder.start(200, journey.answer_head(content_type))
-                journey.state = State.STREAMING
-                await stream(response, way, responder)
-            else:
-                answer = await read_answer(response)
-                whole = without_ticket(answer.body) if answer.status == 200 else answer.body
-                responder.send(answer.status, journey.answer_head(content_type), whole)
-            return response.status
+    async with way.upstream.post(instance, journey.request.target, journey.headers, body) as response:
+        journey.state = State.DECODING
+        way.metrics.first_byte_seconds.observe(time.monotonic() - journey.arrived)
+        if ticket is not None and response.status == 200:
+            way.metrics.handed_off.inc()
+        content_type = response.header(b"content-type") or b"application/json"
+        if response.status == 200 and content_type.startswith(b"text/event-stream"):
+            responder.start(200, journey.answer_head(content_type))
+            journey.state = State.STREAMING
+            await stream(response, way, responder)
+        else:
+            answer = await read_answer(response)
+            whole = without_ticket(answer.body) if answer.status == 200 else answer.body
+            responder.send(answer.status, journey.answer_head(content_type), whole)
+        return response.status
 
 
 async def read_answer(response: Response) -> EngineAnswer:

@@ -3,16 +3,71 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import Iterable
 
-from baton.http import Broken, ClientError, ConnectFailed, Header, Origin, Pool, Response, Timeouts, TooSlow
+from baton.http import Broken, ClientError, ConnectFailed, Exchange, Header, Origin, Pool, Response, Timeouts, TooSlow
 from baton.proxy.errors import ProxyError
 from baton.proxy.fleet import Fleet, ProxyInstance
 
 PROBE_SECONDS = 2.0
 SWEEP_SECONDS = 1.0
 _JSON = (b"content-type", b"application/json")
+
+
+class Leg:
+    """One leg of a request: counts itself on its instance, and turns what goes wrong into answers.
+
+    The one place where both the count and the connection are released. A class and not a generator: it is
+    entered twice for every request.
+    """
+
+    __slots__ = ("_deadline", "_exchange", "_instance")
+
+    def __init__(self, instance: ProxyInstance, exchange: Exchange, timeout_seconds: float | None) -> None:
+        self._instance = instance
+        self._exchange = exchange
+        self._deadline = None if timeout_seconds is None else asyncio.timeout(timeout_seconds)
+
+    async def __aenter__(self) -> Response:
+        self._instance.in_flight += 1
+        try:
+            if self._deadline is not None:
+                await self._deadline.__aenter__()
+            return await self._exchange.__aenter__()
+        except BaseException as error:
+            self._instance.in_flight -= 1
+            if self._deadline is not None:
+                await self._end_deadline(error)
+            self._explain(error)
+            raise
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, at: object) -> None:
+        self._instance.in_flight -= 1
+        await self._exchange.__aexit__(kind, error, at)
+        if self._deadline is not None:
+            await self._end_deadline(error)
+        if error is not None:
+            self._explain(error)
+
+    async def _end_deadline(self, error: BaseException | None) -> None:
+        """Leave the deadline; when it was what cancelled us, say so."""
+        assert self._deadline is not None
+        try:
+            await self._deadline.__aexit__(type(error) if error else None, error, None)
+        except TimeoutError as late:
+            self._explain(late)
+
+    def _explain(self, error: BaseException) -> None:
+        """Raise the answer for *error*, when there is one."""
+        role = self._instance.endpoint.role
+        match error:
+            case ConnectFailed():
+                self._instance.set_usable(False, str(error))
+                raise ProxyError(503, f"the {role} server cannot be reached", retry_after=1) from error
+            case TimeoutError() | TooSlow():
+                raise ProxyError(504, f"the {role} server took too long") from error
+            case Broken():
+                raise ProxyError(502, f"the {role} server broke off its answer") from error
 
 
 class Upstream:
@@ -29,31 +84,15 @@ class Upstream:
             instance.id: Pool(Origin(instance.endpoint.host, instance.endpoint.port), Timeouts()) for instance in fleet
         }
 
-    @contextlib.asynccontextmanager
-    async def post(
-        self, instance: ProxyInstance, path: bytes, headers: Iterable[Header], body: bytes
-    ) -> AsyncIterator[Response]:
-        """One leg: the engine's response with its head read; leaving the block frees the connection.
+    def post(self, instance: ProxyInstance, path: bytes, headers: Iterable[Header], body: bytes) -> Leg:
+        """One leg, to be entered with ``async with``: gives the engine's response once its head is in.
 
-        Leaving it before the body is read closes the connection, which aborts the request on the engine.
-
-        Raises:
+        Leaving it before the body is read closes the connection, which aborts the request on the engine. While it
+        is open the instance counts one request more. Entering and the block itself raise:
             ProxyError: 503 the engine cannot be reached, 502 it broke off, 504 it took too long.
         """
-        role = instance.endpoint.role
-        try:
-            async with (
-                asyncio.timeout(self._timeout),
-                self._pools[instance.id].request(b"POST", path, [_JSON, *headers], body) as response,
-            ):
-                yield response
-        except ConnectFailed as error:
-            instance.set_usable(False, str(error))
-            raise ProxyError(503, f"the {role} server cannot be reached", retry_after=1) from error
-        except (TimeoutError, TooSlow) as error:
-            raise ProxyError(504, f"the {role} server took too long") from error
-        except Broken as error:
-            raise ProxyError(502, f"the {role} server broke off its answer") from error
+        exchange = self._pools[instance.id].request(b"POST", path, [_JSON, *headers], body)
+        return Leg(instance, exchange, self._timeout)
 
     async def get(self, instance: ProxyInstance, path: bytes, headers: Iterable[Header]) -> tuple[int, bytes, bytes]:
         """Status, content type and body of a GET.
