@@ -52,7 +52,13 @@ def model_path() -> Path:
 
 
 @pytest.fixture(scope="session")
-def reference(logs: Path, model_path: Path) -> dict[str, str]:
+def left_behind() -> list[Path]:
+    """Shared memory that engines left when they were stopped."""
+    return []
+
+
+@pytest.fixture(scope="session")
+def reference(logs: Path, model_path: Path, left_behind: list[Path]) -> dict[str, str]:
     """What one plain server, without any connector, answers to every case; by the case's name."""
     (port,) = free_ports(1)
     argv = (
@@ -84,7 +90,7 @@ def reference(logs: Path, model_path: Path) -> dict[str, str]:
         server.wait_healthy()
         return generate_all(server.url, {case.name: case.body for case in prompts.cases(server.url, MODEL)})
     finally:
-        server.stop()
+        left_behind += server.stop()
 
 
 @pytest.fixture(scope="session")

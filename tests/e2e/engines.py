@@ -71,15 +71,18 @@ class Server:
             if sample.name == name and labels.items() <= sample.labels.items()
         )
 
-    def stop(self) -> None:
+    def stop(self) -> list[Path]:
+        """Stop it; the shared memory that it left behind, removed now."""
         self.process.send_signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(20)
         if session_alive(self.process.pid):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
-        for segment in self.segments:
+        left = sorted(segment for segment in self.segments if segment.exists())
+        for segment in left:
             segment.unlink(missing_ok=True)
+        return left
 
 
 def start(name: str, argv: tuple[str, ...], port: int, logs: Path, environ: Mapping[str, str] | None = None) -> Server:

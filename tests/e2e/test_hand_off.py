@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -195,3 +196,8 @@ def test_models_are_listed_under_the_name_that_works(pair: Pair) -> None:
 
     with urllib.request.urlopen(f"{pair.proxy.url}/v1/models", timeout=30) as response:
         assert [each["id"] for each in json.load(response)["data"]] == [MODEL]
+
+
+def test_an_engine_that_was_stopped_left_no_shared_memory(reference: dict[str, str], left_behind: list[Path]) -> None:
+    assert reference
+    assert left_behind == []

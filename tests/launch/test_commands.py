@@ -106,6 +106,7 @@ def test_the_users_transfer_config_adds_to_ours() -> None:
         (("--kv-transfer-config", '{"kv_buffer_device": "cuda"}'), "kv_buffer_device 'cuda' does not exist.*cpu"),
         (("--kv-transfer-config.kv_role", "kv_both"), "as one JSON object"),
         (("--port", "http"), "--port 'http' is not a whole number"),
+        (("--port", "70000"), "--port 70000 is not a port number"),
         (("--additional-config", '{"nixl_side_channel_port": 99999}'), "99999 is not a port number"),
         (("--additional-config", "x"), "--additional-config 'x' is not JSON"),
     ],

@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import os
 import sys
+from multiprocessing import resource_tracker
 from typing import Any, NoReturn
 
 from baton.engine.settings import EngineSettings
@@ -25,6 +26,10 @@ def main(argv: list[str] | None = None) -> int:
         # Before the imports, so that every thread and child inherits it.
         os.sched_setaffinity(0, settings.cpus)
     serve, args = _parse(sys.argv[1:] if argv is None else argv)
+    if settings.active:
+        # vLLM's shared memory is removed by Python's resource tracker. Forked children would start trackers of
+        # their own, and vLLM kills those with its children before they can do it; this one outlives them.
+        resource_tracker.ensure_running()
     from vllm.logger import configure_logging_from_args, init_logger
 
     configure_logging_from_args(args)

@@ -95,6 +95,8 @@ def engine_command(
     args = request.vllm_args
     transfer = _transfer_config(request, install)
     port = _int_flag(args, "--port")
+    if port is not None and not 0 < port < 65536:
+        raise LaunchError(f"--port {port} is not a port number (1 to 65535)")
     flags: list[str] = []
     for name, value in _defaults(request, model, install, environ):
         if flag_value(args, name) is None and not _negated(args, name):
