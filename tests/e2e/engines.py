@@ -76,6 +76,10 @@ class Server:
         self.process.send_signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(20)
+        # What it forked, Python's resource tracker among them, may end a moment later.
+        deadline = time.monotonic() + 20
+        while session_alive(self.process.pid) and time.monotonic() < deadline:
+            time.sleep(0.05)
         if session_alive(self.process.pid):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
