@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -201,3 +202,29 @@ def test_models_are_listed_under_the_name_that_works(pair: Pair) -> None:
 def test_an_engine_that_was_stopped_left_no_shared_memory(reference: dict[str, str], left_behind: list[Path]) -> None:
     assert reference
     assert left_behind == []
+
+
+OTHER_ENDPOINTS = {
+    "/v1/responses": ({"input": "Name a colour.", "max_output_tokens": 6}, r'"text": ?"([^"]+)"'),
+    "/v1/messages": (
+        {"messages": [{"role": "user", "content": "Name a colour."}], "max_tokens": 6},
+        r'"text": ?"([^"]+)"',
+    ),
+}
+
+
+@pytest.mark.parametrize("path", OTHER_ENDPOINTS)
+def test_responses_and_messages_are_handed_over_too(pair: Pair, path: str) -> None:
+    """The same text as the decode server's alone, and a transfer for each; streams arrive as the engine makes them."""
+    fields, pattern = OTHER_ENDPOINTS[path]
+    body = {"model": MODEL, "temperature": 0, **fields}
+    own = post(f"{pair.decode.url}{path}", {**body, "cache_salt": "alone"})[2].decode()
+    before = pair.proxy.metric("baton_handed_off_total")
+    got = post(f"{pair.proxy.url}{path}", {**body, "cache_salt": "handed"})[2].decode()
+    assert re.findall(pattern, got) == re.findall(pattern, own) != []
+    code, headers, raw = post(f"{pair.proxy.url}{path}", {**body, "cache_salt": "streamed", "stream": True})
+    assert (code, headers["content-type"].split(";")[0]) == (200, "text/event-stream")
+    deltas = re.findall(r'"(?:delta|text)": ?"([^"]*)"', raw.decode())
+    assert re.findall(pattern, own)[0].replace(" ", "") in "".join(deltas).replace(" ", "")
+    assert pair.proxy.metric("baton_handed_off_total") - before == 2
+    assert pair.proxy.metric("baton_prefill_without_ticket_total") == 0

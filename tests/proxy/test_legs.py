@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import orjson
 import pytest
 
 from baton.proxy import legs
@@ -15,12 +16,12 @@ TICKET = Ticket({"do_remote_prefill": True, "remote_engine_id": "e1", "future_ke
 @pytest.mark.parametrize("stream", [True, False])
 def test_prefill_leg_caps_every_token_limit(caps: dict[str, int], stream: bool) -> None:
     leg = legs.prefill_leg({"prompt": "a", "stream": stream, **caps})
-    assert {leg[name] for name in legs.TOKEN_CAPS if name in leg} == {1}
+    assert {leg[name] for name in legs.COMPLETIONS.caps if name in leg} == {1}
     assert leg["max_tokens"] == 1
     assert leg["stream"] is False
 
 
-@pytest.mark.parametrize("null", legs.TOKEN_CAPS)
+@pytest.mark.parametrize("null", legs.COMPLETIONS.caps)
 def test_a_null_cap_is_no_cap(null: str) -> None:
     assert legs.prefill_leg({"prompt": "a", null: None})["max_tokens"] == 1
     assert legs.decode_leg({"prompt": "a", null: None}, None) == {"prompt": "a", null: None}
@@ -112,3 +113,86 @@ def test_an_answer_without_a_ticket_gives_none(answer: object) -> None:
 def test_a_ticket_for_a_prompt_without_blocks_is_a_ticket() -> None:
     ticket = Ticket.from_answer({"kv_transfer_params": {"do_remote_prefill": True, "remote_block_ids": []}}, 1.0)
     assert ticket == Ticket({"do_remote_prefill": True, "remote_block_ids": []}, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "leg"),
+    [
+        (
+            "/v1/responses",
+            {"input": "a", "max_output_tokens": 9, "stream": True, "stop": ["x"], "include": ["logprobs"]},
+            {"input": "a", "max_output_tokens": 1, "stream": False, "ignore_eos": True, "store": False},
+        ),
+        (
+            "/v1/messages",
+            {"messages": [], "max_tokens": 9, "stream": True, "stop_sequences": ["x"], "thinking": {"type": "enabled"}},
+            {"messages": [], "max_tokens": 1, "stream": False, "thinking": {"type": "enabled"}},
+        ),
+        (
+            "/inference/v1/generate",
+            {
+                "token_ids": [1, 2],
+                "stream": True,
+                "stream_options": {},
+                "sampling_params": {"max_tokens": 9, "min_tokens": 5, "n": 1, "stop": "x", "temperature": 0},
+            },
+            {
+                "token_ids": [1, 2],
+                "stream": False,
+                "sampling_params": {"max_tokens": 1, "temperature": 0, "ignore_eos": True},
+            },
+        ),
+        (
+            "/inference/v1/generate",
+            {"token_ids": [1]},
+            {"token_ids": [1], "stream": False, "sampling_params": {"max_tokens": 1, "ignore_eos": True}},
+        ),
+    ],
+)
+def test_every_endpoint_has_its_own_names_for_one_token(
+    path: str, body: dict[str, object], leg: dict[str, object]
+) -> None:
+    made = legs.prefill_leg(body, legs.RULES[path])
+    del made["kv_transfer_params"]
+    assert made == leg
+
+
+@pytest.mark.parametrize("path", legs.RULES)
+def test_no_endpoint_lets_a_clients_ticket_through(path: str) -> None:
+    body = {"max_tokens": 5, "kv_transfer_params": {"remote_host": "evil"}}
+    assert "evil" not in str(legs.prefill_leg(body, legs.RULES[path]))
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/responses", {"background": True}, "background"),
+        ("/inference/v1/generate", {"sampling_params": {"n": 2}}, "n"),
+        ("/inference/v1/generate", {"sampling_params": {"prompt_logprobs": 1}}, "prompt_logprobs"),
+        ("/inference/v1/generate", {"sampling_params": [1]}, "sampling_params"),
+    ],
+)
+def test_each_endpoint_refuses_what_its_ticket_cannot_carry(path: str, body: object, param: str) -> None:
+    with pytest.raises(legs.Refused) as caught:
+        legs.check(body, legs.RULES[path])
+    assert caught.value.param == param
+
+
+RAW = b' { "model" : "m","prompt":"\\u00e9 1e400", "max_tokens" : 5 , "temperature": 1.10 }'
+
+
+def test_the_decode_legs_bytes_are_the_clients_to_the_letter() -> None:
+    body = orjson.loads(RAW)
+    assert legs.decode_bytes(RAW, body, None) == RAW
+    made = legs.decode_bytes(RAW, body, TICKET)
+    assert made.endswith(RAW[RAW.index(b"{") + 1 :])
+    assert orjson.loads(made) == legs.decode_leg(body, TICKET)
+
+
+@pytest.mark.parametrize(
+    "raw", [b"{}", b'{"kv_transfer_params": 1, "prompt": "a"}', b'{"kv_transfer\\u005fparams": {"a": 1}}']
+)
+def test_bytes_with_a_clients_ticket_are_written_anew(raw: bytes) -> None:
+    made = orjson.loads(legs.decode_bytes(raw, orjson.loads(raw), TICKET))
+    assert made == legs.decode_leg(orjson.loads(raw), TICKET)
+    assert b"u005f" not in legs.decode_bytes(raw, orjson.loads(raw), TICKET)

@@ -96,7 +96,7 @@ class Proxy:
     async def handle(self, request: Request, responder: Responder) -> None:
         """Answer one request, whatever it is."""
         try:
-            if request.path in legs.GENERATION and request.method == "POST":
+            if request.path in legs.RULES and request.method == "POST":
                 await self._generate(request, responder)
             else:
                 answer = await self._answer(request)
@@ -112,7 +112,7 @@ class Proxy:
         """What is not generation."""
         methods = self._admin.get(request.path)
         if methods is None:
-            if request.path not in legs.GENERATION:
+            if request.path not in legs.RULES:
                 raise ProxyError(404, f"there is nothing at {request.path}")
             methods = {}
         make = methods.get("GET" if request.method == "HEAD" else request.method)
@@ -122,7 +122,7 @@ class Proxy:
         return await make(request)
 
     async def _generate(self, request: Request, responder: Responder) -> None:
-        """Both phases, for every endpoint in ``legs.GENERATION``."""
+        """Both phases, for every endpoint in ``legs.RULES``."""
         arrived = time.monotonic()
         status = 499  # the client left
         journey: Journey | None = None
@@ -162,7 +162,7 @@ def begin(request: Request, arrived: float) -> Journey:
     if coding is not None and coding.lower() != b"identity":
         raise ProxyError(415, "a compressed body is not supported: send it as it is")
     try:
-        body = legs.check(orjson.loads(request.body))
+        body = legs.check(orjson.loads(request.body), legs.RULES[request.path])
     except orjson.JSONDecodeError as error:
         raise ProxyError(400, f"the body is not JSON: {error}") from error
     request_id = _BOOT + b"%012x" % next(_NUMBERS)

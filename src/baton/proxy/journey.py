@@ -123,7 +123,7 @@ async def prefill(journey: Journey, way: Way) -> Ticket | EngineAnswer | None:
     instance = journey.prefill
     assert instance is not None
     journey.state = State.PREFILLING
-    body = orjson.dumps(legs.prefill_leg(journey.body))
+    body = orjson.dumps(legs.prefill_leg(journey.body, legs.RULES[journey.request.path]))
     async with way.upstream.post(instance, journey.request.target, journey.headers, body) as response:
         # Read to the end, also of a refusal: only then can the connection be used again.
         answer = await read_answer(response)

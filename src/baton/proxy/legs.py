@@ -1,8 +1,13 @@
-"""What each leg is sent: pure functions from the client's body to a leg's body."""
+"""What each leg is sent: pure functions from the client's body to a leg's body.
+
+One table for all endpoints says what the prefill leg caps, drops and adds; the decode leg is the
+client's body, untouched but for the ticket.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import orjson
@@ -11,30 +16,60 @@ from baton.proxy.ticket import ASK, TICKET_KEY, Ticket
 
 Body = Mapping[str, Any]
 
-GENERATION = ("/v1/completions", "/v1/chat/completions")
-"""The endpoints that go through both phases."""
 
-TOKEN_CAPS = ("max_tokens", "max_completion_tokens")
-"""Every name for a limit on output tokens; an engine looks at more than one."""
+@dataclass(frozen=True)
+class Rules:
+    """How one endpoint's body becomes a prefill leg.
 
-_DROPPED = frozenset(
-    {
-        # Contradict an answer of one token, or are errors without stream.
-        "min_tokens",
-        "stream_options",
-        # The one token must end by length: at a stop the engine frees the blocks and gives no ticket.
-        "stop",
-        "stop_token_ids",
-        # Several samples would pin several copies of the blocks.
-        "n",
-        "best_of",
-        "use_beam_search",
-        # Of no use on a token that is thrown away.
-        "logprobs",
-        "top_logprobs",
-        TICKET_KEY,
-    }
+    Attributes:
+        caps: every name for a limit on output tokens; an engine looks at more than one.
+        cap: the one that is set to 1 in any case.
+        dropped: what contradicts a single token that is thrown away.
+        added: what makes that token the last whatever it is: a request that ends by a stop frees its blocks
+            and gives no ticket.
+        inside: the object within the body that holds these fields; None for the body itself.
+    """
+
+    caps: tuple[str, ...]
+    cap: str
+    dropped: frozenset[str]
+    added: Mapping[str, Any]
+    inside: str | None = None
+
+
+# min_tokens above the cap is an error; several samples would pin several copies of the blocks.
+_SAMPLING = frozenset(
+    {"min_tokens", "stop", "stop_token_ids", "n", "best_of", "use_beam_search", "logprobs", "top_logprobs"}
 )
+# An error without stream.
+_STREAM = frozenset({"stream_options"})
+
+COMPLETIONS = Rules(
+    caps=("max_tokens", "max_completion_tokens"),
+    cap="max_tokens",
+    dropped=_SAMPLING | _STREAM,
+    added={"ignore_eos": True},
+)
+RULES: Mapping[str, Rules] = {
+    "/v1/completions": COMPLETIONS,
+    "/v1/chat/completions": COMPLETIONS,
+    "/v1/responses": Rules(
+        caps=("max_output_tokens",),
+        cap="max_output_tokens",
+        # "include" may ask for logprobs, which must not be asked for alone.
+        dropped=_SAMPLING | _STREAM | {"include"},
+        added={"ignore_eos": True, "store": False},
+    ),
+    "/v1/messages": Rules(caps=("max_tokens",), cap="max_tokens", dropped=frozenset({"stop_sequences"}), added={}),
+    "/inference/v1/generate": Rules(
+        caps=("max_tokens",),
+        cap="max_tokens",
+        dropped=_SAMPLING,
+        added={"ignore_eos": True},
+        inside="sampling_params",
+    ),
+}
+"""The endpoints that go through both phases."""
 
 
 class Refused(ValueError):
@@ -49,7 +84,7 @@ class Refused(ValueError):
         self.param = param
 
 
-def check(body: Any) -> Body:
+def check(body: Any, rules: Rules = COMPLETIONS) -> Body:
     """*body*, when it can be handed over.
 
     Raises:
@@ -57,27 +92,42 @@ def check(body: Any) -> Body:
     """
     if not isinstance(body, dict):
         raise Refused(f"the body must be a JSON object, not {type(body).__name__}")
-    if (body.get("n") or 1) != 1:
-        raise Refused(f"n={body['n']!r} is not supported with disaggregated serving: send n requests", "n")
-    if body.get("best_of") not in (None, 1) or body.get("use_beam_search"):
+    fields = body if rules.inside is None else body.get(rules.inside) or {}
+    if not isinstance(fields, dict):
+        raise Refused(f"{rules.inside} must be a JSON object, not {type(fields).__name__}", rules.inside)
+    if (fields.get("n") or 1) != 1:
+        raise Refused(f"n={fields['n']!r} is not supported with disaggregated serving: send n requests", "n")
+    if fields.get("best_of") not in (None, 1) or fields.get("use_beam_search"):
         raise Refused("best_of and beam search are not supported with disaggregated serving", "best_of")
     prompt = body.get("prompt")
     if isinstance(prompt, list) and len(prompt) > 1 and not all(isinstance(token, int) for token in prompt):
         raise Refused("a list of prompts is not supported with disaggregated serving: send one request each", "prompt")
+    if body.get("background"):
+        raise Refused("background is not supported with disaggregated serving", "background")
     for name in ("echo", "prompt_logprobs"):
         # The decode server never sees the prompt's logits; an answer without them would be a wrong one.
-        if body.get(name) is not None and body[name] is not False:
+        if fields.get(name) is not None and fields[name] is not False:
             raise Refused(f"{name} is not supported with disaggregated serving", name)
     return body
 
 
-def prefill_leg(body: Body) -> dict[str, Any]:
+def prefill_leg(body: Body, rules: Rules = COMPLETIONS) -> dict[str, Any]:
     """The body for the prefill server: one token, in one piece, and the wish for a ticket."""
-    leg = {name: value for name, value in body.items() if name not in _DROPPED}
-    leg.update({name: 1 for name in TOKEN_CAPS if body.get(name) is not None})
-    leg.update(max_tokens=1, stream=False, ignore_eos=True)
+    if rules.inside is None:
+        leg = _one_token(body, rules)
+    else:
+        leg = {name: value for name, value in body.items() if name not in _STREAM}
+        leg[rules.inside] = _one_token(body.get(rules.inside) or {}, rules)
+    leg["stream"] = False
     leg[TICKET_KEY] = dict(ASK)
     return leg
+
+
+def _one_token(fields: Body, rules: Rules) -> dict[str, Any]:
+    made = {name: value for name, value in fields.items() if name not in rules.dropped}
+    made.update({name: 1 for name in rules.caps if fields.get(name) is not None})
+    made[rules.cap] = 1
+    return {**made, **rules.added}
 
 
 def decode_leg(body: Body, ticket: Ticket | None) -> dict[str, Any]:
