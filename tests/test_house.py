@@ -54,6 +54,20 @@ def test_rooms_import_only_the_rooms_they_may() -> None:
     assert wrong == []
 
 
+def test_a_room_is_entered_by_its_door() -> None:
+    wrong = [
+        f"{path.relative_to(SOURCE)} imports {node.module}"
+        for room, path in files()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom)
+        and node.module
+        and (target := room_of(node.module)) in MAY_IMPORT
+        and target != room
+        and node.module.count(".") > 1
+    ]
+    assert wrong == []
+
+
 def test_every_room_has_its_rule() -> None:
     assert {room for room, _ in files()} - {"__init__"} == set(MAY_IMPORT)
 

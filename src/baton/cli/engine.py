@@ -9,9 +9,16 @@ from collections.abc import Sequence
 
 from baton.cli.parser import Failure, Parser, port_number
 from baton.cluster import Role, TransferMode
-from baton.engine.settings import parse_cpus
-from baton.launch import EngineRequest, LaunchError, check_engine, dashed, engine_command, installed_engine
-from baton.launch.devices import available_cpus
+from baton.engine import parse_cpus
+from baton.launch import (
+    EngineRequest,
+    LaunchError,
+    available_cpus,
+    check_engine,
+    dashed,
+    engine_command,
+    installed_engine,
+)
 from baton.models import ModelError, resolve
 
 

@@ -11,8 +11,7 @@ from pydantic import ValidationError
 
 from baton.cli.parser import Failure, Parser, port_number, seconds
 from baton.cluster import Endpoint, Role
-from baton.proxy import ProxySettings, serve
-from baton.proxy.routing import POLICIES
+from baton.proxy import POLICIES, ProxySettings, serve
 
 
 def run(words: Sequence[str]) -> int:

@@ -21,14 +21,17 @@ from baton.launch import (
     PlanRequest,
     StartTimeout,
     Supervisor,
+    TryoutFailed,
+    ask,
+    available_cpus,
     check_cluster,
+    cluster_commands,
     dashed,
+    default_logs,
     installed_engine,
     plan,
+    start_cluster,
 )
-from baton.launch.cluster_run import cluster_commands, default_logs, start_cluster
-from baton.launch.devices import available_cpus
-from baton.launch.tryout import TryoutFailed, ask
 from baton.models import EMBEDDED, ModelError, ResolvedModel, resolve
 
 

@@ -4,6 +4,6 @@ The only folder that imports vllm, and it does so inside functions: importing
 ``baton.engine`` costs nothing and works where no engine is installed.
 """
 
-from baton.engine.settings import ENGINE_SWITCH, EngineSettings
+from baton.engine.settings import CPUS, ENGINE_SWITCH, NIXL_NAP_US, EngineSettings, format_cpus, parse_cpus
 
-__all__ = ["ENGINE_SWITCH", "EngineSettings"]
+__all__ = ["CPUS", "ENGINE_SWITCH", "NIXL_NAP_US", "EngineSettings", "format_cpus", "parse_cpus"]

@@ -25,8 +25,5 @@ class BatonCpuPlatform(CpuPlatform):
 
     @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
-        executor = vllm_config.parallel_config.distributed_executor_backend
         super().check_and_update_config(vllm_config)
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = EngineSettings.read(os.environ).worker_start
-        if os.environ.get("BATON_UNI") == "1" and executor == "uni":
-            vllm_config.parallel_config.distributed_executor_backend = "uni"

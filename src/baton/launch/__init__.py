@@ -1,5 +1,6 @@
 """The launcher's room: ports, devices, commands, checks before the start, and the watch afterwards."""
 
+from baton.launch.cluster_run import cluster_commands, default_logs, start_cluster
 from baton.launch.commands import (
     Command,
     EngineRequest,
@@ -9,10 +10,11 @@ from baton.launch.commands import (
     flag_value,
     proxy_command,
 )
-from baton.launch.devices import EngineInstall, installed_engine, share_cpus
+from baton.launch.devices import EngineInstall, available_cpus, installed_engine, share_cpus
 from baton.launch.plan import PlanRequest, plan
 from baton.launch.preflight import Problem, check_cluster, check_engine
 from baton.launch.supervisor import ChildDied, StartTimeout, Supervisor
+from baton.launch.tryout import TryoutFailed, ask
 
 __all__ = [
     "ChildDied",
@@ -24,13 +26,19 @@ __all__ = [
     "Problem",
     "StartTimeout",
     "Supervisor",
+    "TryoutFailed",
+    "ask",
+    "available_cpus",
     "check_cluster",
     "check_engine",
+    "cluster_commands",
     "dashed",
+    "default_logs",
     "engine_command",
     "flag_value",
     "installed_engine",
     "plan",
     "proxy_command",
     "share_cpus",
+    "start_cluster",
 ]

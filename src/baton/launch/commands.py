@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from baton.cluster import Cluster, Role, TransferMode
-from baton.engine.settings import CPUS, ENGINE_SWITCH, NIXL_NAP_US, format_cpus
+from baton.engine import CPUS, ENGINE_SWITCH, NIXL_NAP_US, format_cpus
 from baton.launch.devices import EngineInstall
 from baton.models import ResolvedModel
 

@@ -2,5 +2,6 @@
 
 from baton.proxy.app import Proxy, ProxySettings, serve
 from baton.proxy.fleet import Fleet, NoInstance
+from baton.proxy.routing import POLICIES
 
-__all__ = ["Fleet", "NoInstance", "Proxy", "ProxySettings", "serve"]
+__all__ = ["POLICIES", "Fleet", "NoInstance", "Proxy", "ProxySettings", "serve"]
