@@ -1,7 +1,8 @@
 """A fake engine that is never the bottleneck: raw protocol, answers built once, no HTTP library.
 
-usage: python bench/proxy/fake_engine.py prefill|decode PORT
-Prefill answers JSON with a ticket; decode answers JSON or, to a body with stream true, 16 events in one write.
+usage: python bench/proxy/fake_engine.py prefill|decode PORT [TOKENS_A_SECOND TOKENS]
+Prefill answers JSON with a ticket; decode answers JSON or, to a body with stream true, 16 events in one write; with
+a rate, TOKENS events one by one at that rate.
 """
 
 from __future__ import annotations
@@ -50,8 +51,13 @@ STREAM = (
 )
 
 
+HEAD = STREAM[: STREAM.index(b"\r\n\r\n") + 4]
+
+
 class FakeEngine(asyncio.Protocol):
     role = "decode"
+    rate = 0.0
+    tokens = TOKENS
     numbers = itertools.count()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -75,7 +81,18 @@ class FakeEngine(asyncio.Protocol):
                     return
                 body = self.buffer[at + 4 : rest]
             self.buffer = self.buffer[rest:]
-            self.transport.write(self.answer(head, body))  # type: ignore[attr-defined]
+            if self.rate and self.role == "decode" and head.startswith(b"post"):
+                asyncio.get_running_loop().create_task(self.drip())
+            else:
+                self.transport.write(self.answer(head, body))  # type: ignore[attr-defined]
+
+    async def drip(self) -> None:
+        transport: asyncio.Transport = self.transport  # type: ignore[assignment]
+        transport.write(HEAD)
+        for _ in range(self.tokens):
+            await asyncio.sleep(1 / self.rate)
+            transport.write(event(json.dumps(_EVENT).encode()))
+        transport.write(event(b"[DONE]") + b"0\r\n\r\n")
 
     def answer(self, head: bytes, body: bytes) -> bytes:
         if not head.startswith(b"post"):
@@ -102,11 +119,11 @@ class FakeEngine(asyncio.Protocol):
         return STREAM if b'"stream":true' in body or b'"stream": true' in body else ANSWER
 
 
-async def main(role: str, port: int) -> None:
-    FakeEngine.role = role
+async def main(role: str, port: int, rate: float = 0.0, tokens: int = TOKENS) -> None:
+    FakeEngine.role, FakeEngine.rate, FakeEngine.tokens = role, rate, tokens
     server = await asyncio.get_running_loop().create_server(FakeEngine, "127.0.0.1", port, backlog=4096)
     await server.serve_forever()
 
 
 if __name__ == "__main__":
-    uvloop.run(main(sys.argv[1], int(sys.argv[2])))
+    uvloop.run(main(sys.argv[1], int(sys.argv[2]), *map(float, sys.argv[3:4]), *map(int, sys.argv[4:5])))

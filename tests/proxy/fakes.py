@@ -130,3 +130,14 @@ async def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
     async with asyncio.timeout(seconds):
         while not condition():
             await asyncio.sleep(0.005)
+
+
+async def settled(value: Callable[[], int], seconds: float = 10.0) -> int:
+    """*value* once it has stood still, and fail when it never does."""
+    async with asyncio.timeout(seconds):
+        last, same = value(), 0
+        while same < 10:
+            await asyncio.sleep(0.02)
+            same = same + 1 if value() == last else 0
+            last = value()
+    return last

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import pytest
 
 from baton.http import Broken, ConnectFailed, Origin, Pool, Timeouts, TooSlow
+from tests.proxy.fakes import settled
 
 Script = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
@@ -249,10 +250,7 @@ def test_a_paused_response_reads_no_more_until_resumed() -> None:
         async with scripted(firehose) as (pool, _), pool.request(b"GET", b"/", ()) as response:
             response.pause()
             feeding = asyncio.ensure_future(response.feed(sink))
-            await asyncio.sleep(0.2)
-            held = sent
-            await asyncio.sleep(0.1)
-            assert sent == held < 64 << 20
+            assert await settled(lambda: sent) < 64 << 20
             response.resume()
             async with asyncio.timeout(30):
                 await feeding
