@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from baton.http import Limits, Request, Responder
+from baton.http.server import Refused, check_head
 from tests.proxy.fakes import settled, until
 from tests.wire.server import Wire, wire
 
@@ -295,3 +296,23 @@ def test_stopping_finishes_what_is_under_way_and_cuts_the_rest() -> None:
         idle_writer.close()
 
     on_wire(test, handler=held)
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ([(b"content-length", b"1"), (b"content-length", b"1")], 400),
+        ([(b"content-length", b"1"), (b"transfer-encoding", b"chunked")], 400),
+        ([(b"content-length", b"1x")], 400),
+        ([(b"content-length", b"")], 400),
+        ([(b"transfer-encoding", b"gzip")], 501),
+        ([(b"transfer-encoding", b"chunked"), (b"transfer-encoding", b"chunked")], 501),
+        ([(b"content-length", b"101")], 413),
+    ],
+)
+def test_a_head_is_checked_by_us_and_not_by_the_parser_alone(headers: list[tuple[bytes, bytes]], status: int) -> None:
+    """The parser refuses most of these by itself today; a front door doesn't rest on that."""
+    request = Request("POST", b"/", [(b"host", b"a"), *headers], http_1_0=False, keep_alive=True)
+    with pytest.raises(Refused) as caught:
+        check_head(request, Limits(body_bytes=100))
+    assert caught.value.status == status
