@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -145,6 +147,16 @@ def test_one_server_in_one_pool_twice_is_refused() -> None:
     twice = [Endpoint(role=Role.PREFILL, host="a", port=1)] * 2
     with pytest.raises(Failure, match="named twice"):
         check_distinct(twice, "127.0.0.1", 8000)
+
+
+def test_a_proxy_may_open_as_many_files_as_the_system_lets_it() -> None:
+    code = (
+        "import resource; from baton.cli.proxy import allow_descriptors; "
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (64, 512)); allow_descriptors(); "
+        "print(resource.getrlimit(resource.RLIMIT_NOFILE))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "(512, 512)"
 
 
 def free_ports() -> list[str]:

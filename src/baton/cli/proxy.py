@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import resource
 from collections.abc import Sequence
 from urllib.parse import urlsplit
 
@@ -38,6 +39,7 @@ def run(words: Sequence[str]) -> int:
             flush=True,
         )
 
+    allow_descriptors()
     try:
         _run(settings, on_ready)
     except OSError as error:
@@ -57,6 +59,12 @@ def _run(settings: ProxySettings, on_ready: object) -> None:
         factory = uvloop.new_event_loop
     with asyncio.Runner(loop_factory=factory) as runner:
         runner.run(serve(settings, on_ready))  # type: ignore[arg-type]
+
+
+def allow_descriptors() -> None:
+    """Raise the soft limit on open files to the hard one: a stream holds two, and 1,024 is the usual default."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _parser() -> Parser:
