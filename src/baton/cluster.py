@@ -20,7 +20,7 @@ class Role(enum.StrEnum):
 
     @property
     def kv_role(self) -> str:
-        """vLLM's word for it in ``kv_transfer_config`` (spec/: producer and consumer)."""
+        """vLLM's word for it in ``kv_transfer_config`` (producer and consumer of the KV cache)."""
         return "kv_producer" if self is Role.PREFILL else "kv_consumer"
 
     @property

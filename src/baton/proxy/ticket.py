@@ -20,7 +20,7 @@ ASK: Mapping[str, Any] = {
     "remote_host": None,
     "remote_port": None,
 }
-"""What a prefill leg carries in the ticket's place: the wish for one (spec/, request flow, step 2)."""
+"""What a prefill leg carries in the ticket's place: the wish for one (docs/concepts.md, step 3)."""
 
 
 @dataclass(frozen=True)

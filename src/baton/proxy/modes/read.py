@@ -1,4 +1,4 @@
-"""Read mode: prefill to the end, then decode with the ticket; the decode server pulls (spec/, request flow)."""
+"""Read mode: prefill to the end, then decode with the ticket; the decode server pulls (docs/concepts.md)."""
 
 from __future__ import annotations
 
