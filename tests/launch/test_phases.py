@@ -31,3 +31,13 @@ def test_the_reason_is_the_inner_error_and_not_the_pointer_to_it() -> None:
     assert reason_of(lines) == "ValueError: no room for the KV cache"
     assert reason_of(["baton engine: error: unrecognized arguments: --nope"]) == "error: unrecognized arguments: --nope"
     assert reason_of(["all is well"]) is None
+
+
+def test_an_error_that_a_warning_quotes_is_no_reason() -> None:
+    quoted = (
+        "(APIServer pid=1) WARNING 11-29 21:45:14 [a.py:1] may fail with `OSError: [Errno 24] Too many open files`."
+    )
+    assert reason_of([quoted]) is None
+    assert reason_of([quoted, "ValueError: the real one", "(W pid=1) INFO 11-29 21:45:15 [a.py:1] Error: none"]) == (
+        "ValueError: the real one"
+    )

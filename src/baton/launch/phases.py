@@ -26,6 +26,7 @@ _PHASES = (
 
 _ERROR = re.compile(r"\b([A-Z]\w*(?:Error|Exception|Interrupt|Gone)|error): (.+)")
 _PREFIX = re.compile(r"^(\(\w+[^)]*\)\s*)?((INFO|WARNING|ERROR)\s+\d\d-\d\d \d\d:\d\d:\d\d \[[^]]*\]\s*)?")
+_CALM = re.compile(r"\b(DEBUG|INFO|WARNING)\s+\d\d-\d\d \d\d:")
 _VAGUE = ("Engine core initialization failed", "WorkerProc initialization failed", "See root cause above")
 
 
@@ -39,7 +40,9 @@ def reason_of(lines: list[str]) -> str | None:
 
     vLLM's outer errors only point at an inner one, which was logged before: that one is taken.
     """
-    reasons = [match.group(0).strip() for line in lines if (match := _ERROR.search(strip_prefix(line)))]
+    # A warning may quote an error that vLLM only fears.
+    grave = [strip_prefix(line) for line in lines if not _CALM.search(line)]
+    reasons = [match.group(0).strip() for line in grave if (match := _ERROR.search(line))]
     telling = [reason for reason in reasons if not any(word in reason for word in _VAGUE)]
     return (telling or reasons or [None])[-1]  # type: ignore[list-item]
 

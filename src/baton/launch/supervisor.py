@@ -45,7 +45,8 @@ class ChildDied(RuntimeError):
     def __init__(self, name: str, code: int, phase: str, log: Path) -> None:
         lines = _tail(log, 200)
         how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        reason = reason_of(lines) or (lines[-1].strip() if lines else "it said nothing")
+        last = lines[-1].strip() if lines and code > 0 else "nothing in its log says why"
+        reason = reason_of(lines) or last
         super().__init__(f"{name} died while {phase} ({how}): {reason} [log: {log}]")
         self.name = name
         self.code = code
