@@ -140,6 +140,12 @@ def test_an_engines_refusal_arrives_with_its_own_status_and_body(refuser: str, s
     with_house(test)
 
 
+async def hang(*_: Any) -> web.StreamResponse:
+    """Never answers."""
+    await asyncio.Event().wait()
+    raise AssertionError("unreachable")
+
+
 async def cut(engine: FakeEngine, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
     assert request.transport is not None
     request.transport.close()
@@ -210,10 +216,6 @@ def test_a_decode_servers_ticket_does_not_reach_the_client() -> None:
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
 def test_a_client_that_leaves_aborts_the_leg_that_is_under_way(phase: str) -> None:
     async def test(made: House) -> None:
-        async def hang(*_: Any) -> web.StreamResponse:
-            await asyncio.Event().wait()
-            raise AssertionError("unreachable")
-
         engine = getattr(made, phase)[0]
         engine.answer = hang
         asking = asyncio.ensure_future(made.post({"prompt": "a"}).__aenter__())
@@ -354,10 +356,6 @@ def test_a_connection_to_an_engine_is_used_again() -> None:
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
 def test_a_leg_that_takes_too_long_is_a_504_and_is_aborted(phase: str) -> None:
     async def test(made: House) -> None:
-        async def hang(*_: Any) -> web.StreamResponse:
-            await asyncio.Event().wait()
-            raise AssertionError("unreachable")
-
         engine = getattr(made, phase)[0]
         engine.answer = hang
         async with made.post({"prompt": "a"}) as response:
