@@ -31,6 +31,7 @@ from baton.launch import (
     installed_engine,
     plan,
     start_cluster,
+    url_of,
 )
 from baton.models import EMBEDDED, ModelError, ResolvedModel, resolve
 
@@ -92,7 +93,7 @@ async def _up(
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
-    url = f"http://{_host_in_url(args.host)}:{args.port}"
+    url = url_of(args.host, args.port, "")
     print(f"logs: {logs}", flush=True)
     async with Supervisor(logs) as supervisor:
         with Progress(supervisor) as progress:
@@ -137,11 +138,6 @@ def _curl(url: str, model: str) -> str:
         f"  curl -s {url}/v1/completions -H 'Content-Type: application/json' \\\n"
         f'    -d \'{{"model": "{model}", "prompt": "Count the number 1, 2, 3", "max_tokens": 20, "temperature": 0}}\''
     )
-
-
-def _host_in_url(host: str) -> str:
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    return f"[{host}]" if ":" in host else host
 
 
 def _split(words: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:

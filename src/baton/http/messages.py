@@ -11,22 +11,6 @@ STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".enc
 
 LAST_CHUNK = b"0\r\n\r\n"
 
-HOP_BY_HOP = frozenset(
-    (
-        b"connection",
-        b"keep-alive",
-        b"proxy-connection",
-        b"te",
-        b"trailer",
-        b"transfer-encoding",
-        b"upgrade",
-        b"content-length",
-        b"proxy-authenticate",
-        b"proxy-authorization",
-    )
-)
-"""Headers that speak of one connection or of one framing: never passed on (RFC 9110, 7.6.1)."""
-
 
 class Request:
     """One request, read whole.

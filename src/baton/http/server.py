@@ -10,7 +10,7 @@ import asyncio
 import logging
 import ssl
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import cast
 
@@ -467,6 +467,3 @@ class Server:
     def check_drained(self) -> None:
         if self._drained is not None and not self.connections:
             self._drained.set()
-
-    def addresses(self) -> Sequence[tuple[str, int]]:
-        return [each.getsockname()[:2] for server in self._servers for each in server.sockets]

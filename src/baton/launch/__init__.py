@@ -13,6 +13,7 @@ from baton.launch.commands import (
 from baton.launch.devices import EngineInstall, available_cpus, installed_engine, share_cpus
 from baton.launch.plan import PlanRequest, plan
 from baton.launch.preflight import Problem, check_cluster, check_engine
+from baton.launch.probe import url_of
 from baton.launch.supervisor import ChildDied, StartTimeout, Supervisor
 from baton.launch.tryout import TryoutFailed, ask
 
@@ -41,4 +42,5 @@ __all__ = [
     "proxy_command",
     "share_cpus",
     "start_cluster",
+    "url_of",
 ]

@@ -9,7 +9,7 @@ import json
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from baton.cluster import Cluster, Role, TransferMode
@@ -75,7 +75,6 @@ class EngineRequest:
     available_cpus: tuple[int, ...] = (0,)
     nixl_nap_us: int | None = None
     transfer_mode: TransferMode = TransferMode.READ
-    extra_environ: Mapping[str, str] = field(default_factory=dict)
 
 
 def engine_command(
@@ -295,5 +294,4 @@ def _environ(
     return {
         **{name: value for name, value in defaults.items() if name not in environ},
         **ours,
-        **request.extra_environ,
     }

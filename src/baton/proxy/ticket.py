@@ -1,6 +1,6 @@
 """The ticket: what a prefill server hands out so that a decode server can fetch the KV cache.
 
-It is vLLM's ``kv_transfer_params``. Baton reads two things in it and passes everything on
+It is vLLM's ``kv_transfer_params``. Baton reads one thing in it and passes everything on
 as it came, since its keys change from version to version.
 """
 
@@ -34,12 +34,6 @@ class Ticket:
 
     params: Mapping[str, Any]
     given_at: float
-
-    @property
-    def engine_id(self) -> str | None:
-        """The engine that holds the blocks; a restarted engine has another."""
-        value = self.params.get("remote_engine_id")
-        return value if isinstance(value, str) else None
 
     @classmethod
     def from_answer(cls, answer: Any, now: float) -> Ticket | None:
