@@ -20,7 +20,7 @@ MAY_IMPORT = {
     "http": set(),
     "proxy": {"cluster", "http"},
     "launch": {"cluster", "models", "engine"},
-    "cli": {"cluster", "models", "engine", "proxy", "launch"},
+    "cli": {"cluster", "http", "models", "engine", "proxy", "launch"},
 }
 
 

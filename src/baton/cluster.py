@@ -50,11 +50,13 @@ class Endpoint(Value):
         role: the phase it runs.
         host: name or address, an IPv6 address without brackets.
         port: its HTTP port.
+        tls: whether it speaks https.
     """
 
     role: Role
     host: str
     port: Port
+    tls: bool = False
 
     @property
     def authority(self) -> str:
@@ -63,7 +65,7 @@ class Endpoint(Value):
 
     @property
     def url(self) -> str:
-        return f"http://{self.authority}"
+        return f"{'https' if self.tls else 'http'}://{self.authority}"
 
 
 class Instance(Endpoint):

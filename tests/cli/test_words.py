@@ -52,6 +52,15 @@ def call(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
         (["proxy", "--port", "8100"], "127.0.0.1:8100 is this proxy's own address"),
         (["proxy", "--prefill", "ftp://x"], "--prefill 'ftp://x' is not a URL"),
         (["proxy", "--policy", "best"], "invalid choice: 'best'"),
+        (["proxy", "--api-key-file", "/nowhere"], "--api-key-file /nowhere: No such file or directory"),
+        (["proxy", "--api-key-file", "/dev/null"], "there is no key in /dev/null"),
+        (["proxy", "--ssl-keyfile", "x"], "--ssl-keyfile needs --ssl-certfile"),
+        (["proxy", "--ssl-certfile", "/nowhere"], "--ssl-certfile /nowhere: No such file or directory"),
+        (["proxy", "--decode", "https://h", "--engine-ca-file", "/nowhere"], "--engine-ca-file /nowhere: No such file"),
+        (["proxy", "--uds", "/tmp/x", "--workers", "2"], "--uds and --workers don't go together"),
+        (["proxy", "--queue-size", "-1"], "'-1' is not a whole number of 0 or more"),
+        (["proxy", "--queue-size", "x"], "'x' is not a whole number of 0 or more"),
+        (["proxy", "--sse-keepalive-secs", "0"], "'0' is not a positive number of seconds"),
         (["model", "path", "nope"], "there is no embedded model 'nope'; there is: smollm2-135m-instruct"),
     ],
 )
@@ -116,7 +125,7 @@ def test_a_proxy_on_a_taken_port_says_so(capsys: pytest.CaptureFixture[str]) -> 
     with socket.create_server(("127.0.0.1", 0)) as server:
         code, err = call(capsys, "proxy", "--port", str(server.getsockname()[1]))
     assert code == 1
-    assert "cannot listen on 127.0.0.1" in err.splitlines()[-1]
+    assert "cannot listen on http://127.0.0.1" in err.splitlines()[-1]
 
 
 @pytest.mark.parametrize(

@@ -116,6 +116,8 @@ def pair(logs: Path, reference: dict[str, str]) -> Iterator[Pair]:
                 str(side),
                 *cores,
                 *FLAGS,
+                "--enable-prompt-tokens-details",
+                "--enable-scale-out",
             )
             servers.append(start(role, argv, port, logs, environ))
         proxy = (

@@ -1,4 +1,4 @@
-"""Fake engines for proxy tests: they record what they get and answer what they are told."""
+"""Fake engines for proxy tests: strict as real ones are, they record what they get and answer what they are told."""
 
 from __future__ import annotations
 
@@ -18,18 +18,52 @@ from baton.proxy import Proxy, ProxySettings
 
 Handler = Callable[["FakeEngine", web.Request, dict[str, Any]], Awaitable[web.StreamResponse]]
 
+PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/inference/v1/generate")
+PASSED = ("/tokenize", "/detokenize", "/v1/embeddings", "/score", "/rerank")
+
+
+@dataclass
+class Ledger:
+    """Every KV cache that a prefill server holds for somebody, and what became of it.
+
+    Attributes:
+        held: given and neither pulled nor released.
+        pulled: what decode servers have taken, in order.
+        poison: taken though it was not held: a real engine would answer with garbage.
+    """
+
+    held: set[int] = field(default_factory=set)
+    pulled: list[int] = field(default_factory=list)
+    poison: list[Any] = field(default_factory=list)
+    numbers: itertools.count[int] = field(default_factory=itertools.count)
+
+    def give(self) -> int:
+        number = next(self.numbers)
+        self.held.add(number)
+        return number
+
+    def pull(self, params: dict[str, Any]) -> None:
+        for number in params["remote_block_ids"][0]:
+            if number in self.held:
+                self.held.remove(number)
+                self.pulled.append(number)
+            else:
+                self.poison.append(params)
+
 
 @dataclass
 class FakeEngine:
     """One fake engine. ``answer`` replaces what it does; ``gone`` counts clients that left early."""
 
     role: Role
+    ledger: Ledger = field(default_factory=Ledger)
     answer: Handler | None = None
     bodies: list[dict[str, Any]] = field(default_factory=list)
+    raws: list[bytes] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
+    paths: list[str] = field(default_factory=list)
     gone: int = 0
     server: TestServer | None = None
-    tickets: itertools.count[int] = field(default_factory=itertools.count)
 
     @property
     def endpoint(self) -> Endpoint:
@@ -41,8 +75,10 @@ class FakeEngine:
 
     async def start_on(self, port: int) -> None:
         app = web.Application(client_max_size=1 << 26)
-        for path in ("/v1/completions", "/v1/chat/completions"):
+        for path in PATHS:
             app.router.add_post(path, self._generate)
+        for path in PASSED:
+            app.router.add_post(path, self._echo)
         app.router.add_get("/health", self._ok)
         app.router.add_get("/v1/models", self._models)
         self.server = TestServer(app, port=port or None)
@@ -51,13 +87,32 @@ class FakeEngine:
     async def _ok(self, _: web.Request) -> web.Response:
         return web.Response()
 
-    async def _models(self, _: web.Request) -> web.Response:
+    async def _models(self, request: web.Request) -> web.Response:
+        self._note(request)
         return web.json_response({"object": "list", "data": [{"id": "m"}]})
 
-    async def _generate(self, request: web.Request) -> web.StreamResponse:
+    async def _echo(self, request: web.Request) -> web.Response:
         body = await request.json()
+        self._note(request)
         self.bodies.append(body)
+        return web.json_response({"path": request.path, "body": body})
+
+    def _note(self, request: web.Request) -> None:
+        self.paths.append(request.path)
         self.headers.append({name.lower(): value for name, value in request.headers.items()})
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        raw = await request.read()
+        body = await request.json()
+        self._note(request)
+        self.raws.append(raw)
+        self.bodies.append(body)
+        refused = strict(body, self.role)
+        if refused is not None:
+            return refused
+        params = body.get("kv_transfer_params") or {}
+        if self.role is Role.DECODE and params.get("remote_block_ids"):
+            self.ledger.pull(params)
         try:
             if self.answer is not None:
                 return await self.answer(self, request, body)
@@ -67,17 +122,27 @@ class FakeEngine:
             raise
 
 
+def strict(body: dict[str, Any], role: Role) -> web.Response | None:
+    """What vLLM refuses, and what breaks a decode server that has no logits of the prompt."""
+    fields = {**body, **(body.get("sampling_params") or {})}
+    cap = fields.get("max_completion_tokens") or fields.get("max_tokens")
+    if cap == 0 and not fields.get("echo"):
+        return web.json_response({"error": {"message": "max_tokens must be at least 1"}}, status=400)
+    if cap is not None and (fields.get("min_tokens") or 0) > cap:
+        return web.json_response({"error": {"message": "min_tokens must be at most max_tokens"}}, status=400)
+    if body.get("stream_options") and not body.get("stream"):
+        return web.json_response({"error": {"message": "stream_options without stream"}}, status=400)
+    scores = fields.get("prompt_logprobs") is not None or (fields.get("echo") and fields.get("logprobs") is not None)
+    if role is Role.DECODE and scores:
+        return web.json_response({"error": {"message": "no logits of the prompt"}}, status=500)
+    return None
+
+
 async def prefill_answer(engine: FakeEngine, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-    return web.json_response(
-        {
-            "choices": [{"text": "x"}],
-            "kv_transfer_params": {
-                "do_remote_prefill": True,
-                "remote_engine_id": "p",
-                "remote_block_ids": [[next(engine.tickets)]],
-            },
-        }
-    )
+    samples = (body.get("n") or 1) * (len(body["prompt"]) if isinstance(body.get("prompt"), list) else 1)
+    numbers = [engine.ledger.give() for _ in range(samples)]
+    ticket = {"do_remote_prefill": True, "remote_engine_id": "p", "remote_block_ids": [numbers[:1]]}
+    return web.json_response({"choices": [{"text": "x"}], "kv_transfer_params": ticket})
 
 
 TOKENS = ("one", " two", " thr\u00e9\u00e9")
@@ -86,12 +151,23 @@ TOKENS = ("one", " two", " thr\u00e9\u00e9")
 async def decode_answer(engine: FakeEngine, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
     if not body.get("stream"):
         return web.json_response({"choices": [{"text": "".join(TOKENS)}], "kv_transfer_params": None})
-    response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
+    events = [f'data: {{"choices": [{{"text": "{token}"}}]}}\n\n'.encode() for token in TOKENS]
+    return await stream(request, [*events, b"data: [DONE]\n\n"])
+
+
+async def stream(request: web.Request, pieces: list[bytes], **headers: str) -> web.StreamResponse:
+    """A stream of events, written piece by piece."""
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8", **headers})
     await response.prepare(request)
-    for token in TOKENS:
-        await response.write(f'data: {{"choices": [{{"text": "{token}"}}]}}\n\n'.encode())
-    await response.write(b"data: [DONE]\n\n")
+    for piece in pieces:
+        await response.write(piece)
     return response
+
+
+async def hang(*_: Any) -> web.StreamResponse:
+    """Never answers."""
+    await asyncio.Event().wait()
+    raise AssertionError("unreachable")
 
 
 @dataclass
@@ -103,26 +179,45 @@ class House:
     prefill: list[FakeEngine]
     decode: list[FakeEngine]
     proxy: Proxy
+    ledger: Ledger
 
     def post(self, body: Any, path: str = "/v1/completions", **options: Any) -> Any:
         return self.client.post(f"{self.url}{path}", json=body, **options)
 
+    async def get(self, path: str, **options: Any) -> tuple[int, str]:
+        async with self.client.get(f"{self.url}{path}", **options) as response:
+            return response.status, await response.text()
+
 
 @contextlib.asynccontextmanager
 async def house(prefill: int = 1, decode: int = 1, **settings: Any) -> AsyncIterator[House]:
-    engines = [FakeEngine(Role.PREFILL) for _ in range(prefill)] + [FakeEngine(Role.DECODE) for _ in range(decode)]
+    """A running house; in the end nothing that was handed over may have been taken twice or out of thin air."""
+    ledger = Ledger()
+    roles = [Role.PREFILL] * prefill + [Role.DECODE] * decode
+    engines = [FakeEngine(role, ledger) for role in roles]
     async with contextlib.AsyncExitStack() as stack:
         for engine in engines:
             await engine.start()
             assert engine.server is not None
             stack.push_async_callback(engine.server.close)
-        proxy = Proxy(
-            ProxySettings(host="127.0.0.1", port=0, endpoints=tuple(each.endpoint for each in engines), **settings)
-        )
-        ((_, port),) = await proxy.start()
+        options = {"host": "127.0.0.1", "port": 0, **settings}
+        proxy = Proxy(ProxySettings(endpoints=tuple(each.endpoint for each in engines), **options))
+        addresses = await proxy.start()
         stack.push_async_callback(proxy.stop, 0.0)
         client = await stack.enter_async_context(aiohttp.ClientSession())
-        yield House(client, f"http://127.0.0.1:{port}", engines[:prefill], engines[prefill:], proxy)
+        url = f"http://127.0.0.1:{addresses[0][1]}" if addresses else "http://localhost"
+        yield House(client, url, engines[:prefill], engines[prefill:], proxy, ledger)
+    assert ledger.poison == []
+
+
+def with_house(test: Callable[[House], Awaitable[None]], **options: Any) -> None:
+    """Run *test* in a house of its own."""
+
+    async def go() -> None:
+        async with house(**options) as made:
+            await test(made)
+
+    asyncio.run(go())
 
 
 async def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:

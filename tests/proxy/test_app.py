@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import aiohttp
@@ -14,17 +13,9 @@ from aiohttp import web
 
 from baton.cluster import Endpoint, Role
 from baton.proxy import Proxy, ProxySettings
-from tests.proxy.fakes import TOKENS, FakeEngine, House, house, until
+from tests.proxy.fakes import TOKENS, FakeEngine, House, hang, stream, until, with_house
 
 TEXT = "".join(TOKENS)
-
-
-def with_house(test: Callable[[House], Awaitable[None]], **options: Any) -> None:
-    async def go() -> None:
-        async with house(**options) as made:
-            await test(made)
-
-    asyncio.run(go())
 
 
 def test_a_request_goes_through_both_phases() -> None:
@@ -140,12 +131,6 @@ def test_an_engines_refusal_arrives_with_its_own_status_and_body(refuser: str, s
     with_house(test)
 
 
-async def hang(*_: Any) -> web.StreamResponse:
-    """Never answers."""
-    await asyncio.Event().wait()
-    raise AssertionError("unreachable")
-
-
 async def cut(engine: FakeEngine, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
     assert request.transport is not None
     request.transport.close()
@@ -167,9 +152,7 @@ def test_an_engine_that_hangs_up_before_its_head_is_a_502(breaker: str, stream: 
 def test_a_stream_that_breaks_ends_with_an_error_event_and_no_done() -> None:
     async def test(made: House) -> None:
         async def half(engine: FakeEngine, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-            response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-            await response.prepare(request)
-            await response.write(b'data: {"choices": [{"te')
+            response = await stream(request, [b'data: {"choices": [{"te'])
             assert request.transport is not None
             request.transport.abort()
             return response
@@ -178,8 +161,8 @@ def test_a_stream_that_breaks_ends_with_an_error_event_and_no_done() -> None:
         async with made.post({"prompt": "a", "stream": True}) as response:
             raw = await response.read()
         assert b"[DONE]" not in raw
-        last = [event for event in raw.split(b"\n\n") if event][-1]
-        assert json.loads(last.removeprefix(b"data: "))["error"]["code"] == 502
+        (event,) = [event for event in raw.split(b"\n\n") if event]  # nothing of the half one
+        assert json.loads(event.removeprefix(b"data: "))["error"]["code"] == 502
 
     with_house(test)
 
@@ -236,7 +219,12 @@ def test_a_client_that_leaves_aborts_the_leg_that_is_under_way(phase: str) -> No
         (b"[]", {}, 400),
         (b'"text"', {}, 400),
         (b'{"prompt": "\xff"}', {}, 400),
-        (b'{"prompt": ["a", "b"]}', {}, 400),
+        (b'{"prompt": "\\ud800"}', {}, 400),
+        (b'{"prompt": ["a", 1]}', {}, 400),
+        (b'{"prompt": ' + b"[" * 300 + b"]" * 300 + b"}", {}, 400),
+        (b'{"prompt": ' + b"[" * 50_000 + b"]" * 50_000 + b"}", {}, 400),
+        (b'{"prompt": "a", "n": 0}', {}, 400),
+        (b'{"prompt": "a", "n": "2"}', {}, 400),
         (b"{}", {"Content-Encoding": "gzip"}, 415),
         (b"x" * ((64 << 20) + 1), {}, 413),
     ],
@@ -327,7 +315,7 @@ def test_metrics_count_requests_by_status() -> None:
             text = await response.text()
         assert 'baton_requests_total{endpoint="/v1/completions",status="200"} 1.0' in text
         assert "baton_handed_off_total 1.0" in text
-        assert "baton_first_byte_seconds_count 1.0" in text
+        assert "baton_prefill_seconds_count 1.0" in text
         assert 'baton_instance_usable{instance="127.0.0.1:' in text
 
     with_house(test)

@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import struct
 from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, cast
 
 import pytest
 
 from baton.http import Broken, ConnectFailed, Origin, Pool, Timeouts, TooSlow
-from tests.proxy.fakes import settled
+from baton.http.client_connection import ClientConnection
+from tests.proxy.fakes import settled, until
+from tests.wire.drive import Socket
 
 Script = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
@@ -201,6 +205,198 @@ def test_bytes_that_nobody_asked_for_end_the_connection() -> None:
             assert await get(pool) == (200, b"hello")
             assert await get(pool) == (200, b"hello")
             assert connections == [0, 1]
+
+    asyncio.run(test())
+
+
+def test_what_comes_after_an_answer_in_the_same_read_spoils_the_connection_and_not_the_answer() -> None:
+    async def test() -> None:
+        async with scripted(answering(LENGTH + b"rubbish")) as (pool, connections):
+            assert [await get(pool) for _ in range(2)] == [(200, b"hello")] * 2
+            assert connections == [0, 1]
+
+    asyncio.run(test())
+
+
+def test_a_trailer_is_no_header() -> None:
+    raw = CHUNKED.replace(b"0\r\n\r\n", b"0\r\nX-Late: 1\r\n\r\n")
+
+    async def test() -> None:
+        async with scripted(answering(raw)) as (pool, connections):
+            for _ in range(2):
+                async with pool.request(b"GET", b"/", ()) as response:
+                    assert await response.read() == b"hello"
+                    assert [name for name, _ in response.headers] == [b"transfer-encoding"]
+            assert connections == [0]
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize("coding", [b"gzip, chunked", b"chunked, chunked", b"chunked\r\nTransfer-Encoding: chunked"])
+def test_a_body_in_a_coding_that_nobody_undoes_is_broken_and_not_passed_on(coding: bytes) -> None:
+    raw = CHUNKED.replace(b"chunked", coding)
+
+    async def test() -> None:
+        async with scripted(once(raw)) as (pool, _):
+            with pytest.raises(Broken, match="chunked Transfer-Encoding"):
+                await get(pool)
+
+    asyncio.run(test())
+
+
+def test_a_body_without_length_that_is_reset_is_broken() -> None:
+    """Only an orderly end is one."""
+
+    async def reset(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\n\r\nhel")
+        await writer.drain()
+        await read_by_client.wait()
+        peer = writer.get_extra_info("socket")
+        peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        writer.transport.abort()
+
+    read_by_client = asyncio.Event()
+
+    async def test() -> None:
+        async with scripted(reset) as (pool, _), pool.request(b"GET", b"/", ()) as response:
+
+            def sink(piece: bytes) -> None:
+                read_by_client.set()
+
+            with pytest.raises(Broken):
+                await response.feed(sink)
+
+    asyncio.run(test())
+
+
+def test_closing_the_pool_breaks_what_is_under_way() -> None:
+    async def test() -> None:
+        held = asyncio.Event()
+
+        async def hold(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(b"HTTP/1.1 200 OK\r\n\r\nhel")
+            held.set()
+            await reader.read()
+
+        async with scripted(hold) as (pool, _), pool.request(b"GET", b"/", ()) as response:
+            reading = asyncio.ensure_future(response.read())
+            await held.wait()
+            pool.close()
+            with pytest.raises(Broken):
+                await reading
+            with pytest.raises(ConnectFailed, match="closed"):
+                await get(pool)
+            await until(lambda: pool.size == 0)
+
+    asyncio.run(test())
+
+
+def test_closing_the_pool_while_it_connects_leaves_nothing_open() -> None:
+    async def test() -> None:
+        async with scripted(answering(LENGTH)) as (pool, _):
+            asking = asyncio.ensure_future(get(pool))
+            await asyncio.sleep(0)
+            pool.close()
+            with pytest.raises(ConnectFailed, match="the pool is closed"):
+                await asking
+            assert pool.size == 0
+
+    asyncio.run(test())
+
+
+def test_a_server_that_hangs_up_at_once_is_an_error_and_never_a_hang() -> None:
+    async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.transport.abort()
+
+    async def test() -> None:
+        async with scripted(hang_up) as (pool, _):
+            for _ in range(50):
+                with pytest.raises((ConnectFailed, Broken)):
+                    await get(pool)
+            await until(lambda: pool.size == 0)
+
+    asyncio.run(test())
+
+
+class OddLoop:
+    """The running loop, but for how connections are made."""
+
+    def __init__(self, create: Callable[[ClientConnection], None]) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._create = create
+
+    async def create_connection(self, factory: Callable[[], ClientConnection], *_: object, **__: object) -> None:
+        self._create(factory())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loop, name)
+
+
+def test_what_a_failed_connection_leaves_is_cleared_away() -> None:
+    """Each of these is a race that a loop may lose, and none of them may leak or hang."""
+    made = Socket()
+
+    def lost_before_it_is_used(connection: ClientConnection) -> None:
+        connection.connection_made(cast(Any, made))
+        connection.close()
+        connection.connection_lost(None)
+
+    def cancelled_once_made(connection: ClientConnection) -> None:
+        connection.connection_made(cast(Any, made))
+        raise asyncio.CancelledError
+
+    def given_up_by_the_kernel(connection: ClientConnection) -> None:
+        connection.connection_made(cast(Any, made))
+        raise TimeoutError(110, "Connection timed out")
+
+    async def test() -> None:
+        nonlocal made
+        pool = Pool(Origin("127.0.0.1", 1), Timeouts())
+        for create, error, message in (
+            (lost_before_it_is_used, ConnectFailed, "closed it at once"),
+            (cancelled_once_made, asyncio.CancelledError, "^$"),
+            (given_up_by_the_kernel, ConnectFailed, "no connection: Connection timed out"),
+        ):
+            made = Socket()
+            loop = OddLoop(create)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr("baton.http.client.asyncio.get_running_loop", lambda loop=loop: loop)
+                with pytest.raises(error, match=message):
+                    await pool.connect()
+            assert made.aborted
+            assert pool.size == 0
+
+    asyncio.run(test())
+
+
+def test_a_request_that_is_cancelled_at_any_turn_of_the_loop_leaks_no_connection() -> None:
+    async def test() -> None:
+        seen = []
+
+        async def counted(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            seen.append(writer)
+            await answering(LENGTH[:50], LENGTH[50:])(reader, writer)
+
+        async with scripted(counted) as (pool, _):
+            finished = 0
+            for turns in range(60):
+                asking = asyncio.ensure_future(get(pool))
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+                asking.cancel()
+                try:
+                    assert await asking == (200, b"hello")
+                    finished += 1
+                except asyncio.CancelledError:
+                    pass
+                # Whatever is left is idle and whole, on this side and on theirs.
+                await until(lambda: pool.size == len(pool._idle))
+                await until(lambda: sum(not writer.is_closing() for writer in seen) == pool.size)
+                assert await get(pool) == (200, b"hello")
+                pool.sweep()
+            assert 0 < finished < 60
 
     asyncio.run(test())
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import socket
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
 
 from baton.http import Limits, Request, Responder
-from baton.http.server import Refused, check_head
+from baton.http.rules import Refused, check_head
 from tests.proxy.fakes import settled, until
-from tests.wire.server import Wire, wire
+from tests.wire.server import Wire, echo, wire
 
 CLOSE = b"GET /end HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n"
 
@@ -247,6 +249,121 @@ def test_a_slow_client_pauses_whoever_feeds_it_and_memory_stays_bounded() -> Non
     on_wire(test, handler=firehose)
 
 
+def test_a_refusal_arrives_although_the_client_is_still_sending() -> None:
+    """A socket closed with unread bytes is reset, and what was written on it lost."""
+
+    async def test(made: Wire) -> None:
+        for _ in range(5):
+            reader, writer = await asyncio.open_connection("127.0.0.1", made.port)
+            writer.write(b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 9000000\r\n\r\n" + b"a" * 9_000_000)
+            async with asyncio.timeout(10):
+                await writer.drain()
+                assert (await reader.read()).startswith(b"HTTP/1.1 413")
+            writer.close()
+        assert made.seen == []
+        await until(lambda: not made.server.connections)
+
+    on_wire(test, limits=Limits(body_bytes=100))
+
+
+def test_what_came_before_a_bad_request_is_answered_first() -> None:
+    async def slow(request: Request, responder: Responder) -> None:
+        await asyncio.sleep(0.01)
+        responder.send(200, [], request.target)
+
+    async def test(made: Wire) -> None:
+        good = b"".join(b"GET /%d HTTP/1.1\r\nHost: a\r\n\r\n" % number for number in range(3))
+        raw = await made.talk([good + b"GET / HTTP/1.1\r\nHost : a\r\n\r\n" + good])
+        assert bodies(raw) == [b"/0", b"/1", b"/2", b"400 the request is not valid HTTP/1.1\n"]
+
+    on_wire(test, handler=slow)
+
+
+def test_a_client_that_waits_for_its_100_behind_another_request_gets_it() -> None:
+    release = asyncio.Event()
+
+    async def held(request: Request, responder: Responder) -> None:
+        if request.path == "/first":
+            await release.wait()
+        await echo(request, responder)
+
+    async def test(made: Wire) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", made.port)
+        writer.write(b"GET /first HTTP/1.1\r\nHost: a\r\n\r\n")
+        writer.write(b"POST /second HTTP/1.1\r\nHost: a\r\nExpect: 100-continue\r\nContent-Length: 2\r\n\r\n")
+        await until(lambda: bool(made.seen))
+        release.set()
+        async with asyncio.timeout(10):
+            before = await reader.readuntil(b"HTTP/1.1 100 Continue\r\n\r\n")
+            assert before.startswith(b"HTTP/1.1 200 OK")
+            writer.write(b"ok")
+            assert (await reader.readuntil(b"POST /second ok")).startswith(b"HTTP/1.1 200 OK")
+        writer.close()
+
+    on_wire(test, handler=held)
+
+
+def test_http_1_0_knows_no_100() -> None:
+    async def test(made: Wire) -> None:
+        raw = await made.talk([b"POST / HTTP/1.0\r\nExpect: 100-continue\r\nContent-Length: 2\r\n\r\nok"])
+        assert raw.startswith(b"HTTP/1.1 200 OK")
+
+    on_wire(test)
+
+
+def test_a_handler_that_says_nothing_is_a_500_and_not_a_hang() -> None:
+    async def silent(request: Request, responder: Responder) -> None:
+        return
+
+    async def test(made: Wire) -> None:
+        assert (await made.talk([CLOSE])).startswith(b"HTTP/1.1 500")
+
+    on_wire(test, handler=silent)
+
+
+def test_a_trailer_is_no_header_of_this_request_nor_of_the_next() -> None:
+    trailed = POST + b"Transfer-Encoding: chunked\r\n\r\n1\r\na\r\n0\r\nAuthorization: evil\r\nHost: evil\r\n\r\n"
+
+    async def test(made: Wire) -> None:
+        assert bodies(await made.talk([trailed + CLOSE])) == [b"POST / a", b"GET /end "]
+        assert [name for request in made.seen for name, _ in request.headers] == [
+            b"host",
+            b"transfer-encoding",
+            b"host",
+            b"connection",
+        ]
+
+    on_wire(test)
+
+
+@pytest.mark.parametrize(
+    ("target", "path"),
+    [
+        (b"http://a/x/y?z=1", b"/x/y?z=1"),
+        (b"HTTPS://a:1/x", b"/x"),
+        (b"http://a", b"/"),
+        (b"http://a?z=1", b"/?z=1"),
+    ],
+)
+def test_a_whole_url_is_taken_for_its_path(target: bytes, path: bytes) -> None:
+    async def test(made: Wire) -> None:
+        raw = await made.talk([b"GET %b HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n" % target])
+        assert bodies(raw) == [b"GET %b " % path]
+
+    on_wire(test)
+
+
+def test_many_may_come_at_once() -> None:
+    async def test(made: Wire) -> None:
+        with contextlib.ExitStack() as stack:
+            # Nobody accepts as long as this doesn't wait: all of them stand in the queue.
+            for _ in range(300):
+                stack.enter_context(socket.create_connection(("127.0.0.1", made.port), timeout=0.9))
+            await until(lambda: len(made.server.connections) == 300)
+
+    on_wire(test)
+
+
 def test_one_connection_too_many_is_503() -> None:
     async def test(made: Wire) -> None:
         _, writer = await asyncio.open_connection("127.0.0.1", made.port)
@@ -308,6 +425,7 @@ def test_stopping_finishes_what_is_under_way_and_cuts_the_rest() -> None:
         ([(b"transfer-encoding", b"gzip")], 501),
         ([(b"transfer-encoding", b"chunked"), (b"transfer-encoding", b"chunked")], 501),
         ([(b"content-length", b"101")], 413),
+        ([(b"content-length", b"9" * 5000)], 413),
     ],
 )
 def test_a_head_is_checked_by_us_and_not_by_the_parser_alone(headers: list[tuple[bytes, bytes]], status: int) -> None:

@@ -60,6 +60,13 @@ def count(text: str) -> int:
     return int(text)
 
 
+def count_or_none(text: str) -> int:
+    """An argparse type: a whole number of 0 or more."""
+    if not text.isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 0 or more")
+    return int(text)
+
+
 def seconds(text: str) -> float:
     """An argparse type: a positive number of seconds."""
     try:

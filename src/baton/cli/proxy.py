@@ -2,55 +2,159 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import logging
+import os
 import resource
-from collections.abc import Sequence
+import ssl
+from collections.abc import Coroutine, Sequence
+from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from pydantic import ValidationError
 
-from baton.cli.parser import Failure, Parser, port_number, seconds
+from baton.cli.parser import Failure, Parser, count, count_or_none, port_number, seconds
 from baton.cluster import Endpoint, Role
-from baton.proxy import POLICIES, ProxySettings, serve
+from baton.http import Limits
+from baton.proxy import POLICIES, ProxySettings, TracingUnavailable, read_keys, serve, serve_workers
+
+OTLP = "http://127.0.0.1:4318/v1/traces"
 
 
 def run(words: Sequence[str]) -> int:
-    args = _parser().parse_all(words)
+    parser = _parser()
+    args = parser.parse_all(words)
     endpoints = (
         *pair(Role.PREFILL, args.prefiller_hosts, args.prefiller_ports, args.prefill),
         *pair(Role.DECODE, args.decoder_hosts, args.decoder_ports, args.decode),
     )
     check_distinct(endpoints, args.host, args.port)
-    settings = ProxySettings(
-        host=args.host,
-        port=args.port,
-        endpoints=endpoints,
-        policy=args.policy,
-        request_timeout_seconds=args.request_timeout_secs,
-        probe_interval_seconds=args.health_check_interval_secs,
-    )
+    settings = settings_of(args, endpoints)
     logging.basicConfig(level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s")
 
-    def on_ready(_: object) -> None:
+    def on_ready(_: object = None) -> None:
         print(
-            f"baton proxy: listening on http://{args.host}:{args.port}, "
-            f"{_names(endpoints, Role.PREFILL)} to {_names(endpoints, Role.DECODE)}",
+            f"baton proxy: listening on {where(args)}, "
+            f"{_names(endpoints, Role.PREFILL)} to {_names(endpoints, Role.DECODE)}"
+            + (f", {args.workers} workers" if args.workers > 1 else ""),
             flush=True,
         )
 
     allow_descriptors()
     try:
-        _run(settings, on_ready)
+        if args.workers > 1:
+            return serve_workers(settings, args.workers, _run, on_ready)
+        _run(serve(settings, on_ready))
+    except TracingUnavailable as error:
+        raise Failure(f"--enable-trace needs OpenTelemetry, which is not installed: {error}", 2) from error
     except OSError as error:
+        if error.filename is not None and str(error.filename) == args.access_log:
+            raise Failure(f"--access-log {args.access_log} cannot be written: {error.strerror}") from error
         raise Failure(
-            f"cannot listen on {args.host}:{args.port}: {error.strerror or error}; "
-            "stop what has it or choose another --port"
+            f"cannot listen on {where(args)}: {error.strerror or error}; stop what has it or choose another --port"
         ) from error
     return 0
 
 
-def _run(settings: ProxySettings, on_ready: object) -> None:
+def where(args: argparse.Namespace) -> str:
+    if args.uds:
+        return f"unix:{args.uds}"
+    host = f"[{args.host}]" if ":" in args.host else args.host
+    return f"{'https' if args.ssl_certfile else 'http'}://{host}:{args.port}"
+
+
+def settings_of(args: argparse.Namespace, endpoints: tuple[Endpoint, ...]) -> ProxySettings:
+    """What the words ask for.
+
+    Raises:
+        Failure: they contradict each other, or a file that they name is no good.
+    """
+    if args.uds and args.workers > 1:
+        raise Failure("--uds and --workers don't go together: workers share a port", 2)
+    limits = Limits(connections=args.max_connections, body_bytes=args.max_payload_size)
+    return ProxySettings(
+        host=args.host,
+        port=args.port,
+        endpoints=endpoints,
+        policy=args.policy,
+        prefill_policy=args.prefill_policy,
+        decode_policy=args.decode_policy,
+        request_timeout_seconds=args.request_timeout_secs,
+        probe_interval_seconds=args.health_check_interval_secs,
+        shutdown_seconds=args.shutdown_grace_period_secs,
+        limits=limits,
+        uds=args.uds,
+        tls=server_tls(args.ssl_certfile, args.ssl_keyfile),
+        engine_tls=engine_tls(args.engine_ca_file) if any(each.tls for each in endpoints) else None,
+        api_keys=api_keys(args.api_key, args.api_key_file),
+        admin_key=args.admin_key or os.environ.get("BATON_ADMIN_KEY"),
+        engine_api_key=args.engine_api_key or os.environ.get("BATON_ENGINE_API_KEY"),
+        cors_origins=tuple(args.cors_allowed_origins),
+        max_requests=args.max_concurrent_requests or None,
+        queue_size=args.queue_size,
+        queue_seconds=args.queue_timeout_secs,
+        keep_alive_seconds=args.sse_keepalive_secs,
+        request_id_headers=tuple(args.request_id_headers),
+        name_instances=not args.hide_instances,
+        access_log=args.access_log,
+        otlp_endpoint=traces_url(args.otlp_traces_endpoint or OTLP) if args.enable_trace else None,
+    )
+
+
+def api_keys(given: Sequence[str], path: str | None) -> tuple[str, ...]:
+    """The keys of clients: from flags, else from a file, else from the environment.
+
+    Raises:
+        Failure: the file is no good.
+    """
+    if path is not None:
+        try:
+            return (*given, *read_keys(Path(path)))
+        except (OSError, ValueError) as error:
+            said = error.strerror if isinstance(error, OSError) else str(error)
+            raise Failure(f"--api-key-file {path}: {said}; it holds one key a line", 2) from error
+    return tuple(given) or tuple(filter(None, [os.environ.get("BATON_API_KEY")]))
+
+
+def server_tls(certfile: str | None, keyfile: str | None) -> ssl.SSLContext | None:
+    """TLS for clients.
+
+    Raises:
+        Failure: the certificate or its key is no good.
+    """
+    if certfile is None:
+        if keyfile is not None:
+            raise Failure("--ssl-keyfile needs --ssl-certfile", 2)
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(certfile, keyfile)
+    except (OSError, ssl.SSLError) as error:
+        raise Failure(f"--ssl-certfile {certfile}: {error.strerror or error}; PEM files are wanted", 2) from error
+    context.set_alpn_protocols(["http/1.1"])
+    return context
+
+
+def engine_tls(ca_file: str | None) -> ssl.SSLContext:
+    """TLS for engines.
+
+    Raises:
+        Failure: the file of certificates is no good.
+    """
+    try:
+        return ssl.create_default_context(cafile=ca_file)
+    except (OSError, ssl.SSLError) as error:
+        raise Failure(f"--engine-ca-file {ca_file}: {error.strerror or error}; a PEM file is wanted", 2) from error
+
+
+def traces_url(endpoint: str) -> str:
+    """OTLP over HTTP at a URL, or at ``host:port`` with the usual path."""
+    return endpoint if "://" in endpoint else f"http://{endpoint}/v1/traces"
+
+
+def _run(work: Coroutine[Any, Any, None]) -> None:
     try:
         import uvloop
     except ImportError:
@@ -58,7 +162,7 @@ def _run(settings: ProxySettings, on_ready: object) -> None:
     else:
         factory = uvloop.new_event_loop
     with asyncio.Runner(loop_factory=factory) as runner:
-        runner.run(serve(settings, on_ready))  # type: ignore[arg-type]
+        runner.run(work)
 
 
 def allow_descriptors() -> None:
@@ -76,20 +180,28 @@ def _parser() -> Parser:
             "  baton proxy --port 8000 --prefiller-ports 8100 --decoder-ports 8200\n"
             "  baton proxy --prefiller-hosts 10.0.1.10 10.0.1.11 --prefiller-ports 8100 --decoder-hosts 10.0.1.20 "
             "--decoder-ports 8200 8201\n"
-            "  baton proxy --prefill http://10.0.1.10:8100 --decode http://10.0.1.20:8200"
+            "  baton proxy --prefill http://10.0.1.10:8100 --decode http://10.0.1.20:8200 --api-key-file keys.txt"
         ),
     )
-    parser.add_argument("--host", default="127.0.0.1", help="where to listen (default: 127.0.0.1; 0.0.0.0 for all)")
-    parser.add_argument("--port", type=port_number, default=8000, help="(default: 8000)")
+    _engines(parser)
+    _listening(parser)
+    _keys(parser)
+    _load(parser)
+    _watching(parser)
+    return parser
+
+
+def _engines(parser: Parser) -> None:
+    group = parser.add_argument_group("engines")
     for role, spelling in ((Role.PREFILL, "prefiller"), (Role.DECODE, "decoder")):
-        parser.add_argument(
+        group.add_argument(
             f"--{spelling}-hosts",
             f"--{spelling}-host",
             nargs="+",
             metavar="HOST",
             help=f"hosts of the {role} servers (default: 127.0.0.1)",
         )
-        parser.add_argument(
+        group.add_argument(
             f"--{spelling}-ports",
             f"--{spelling}-port",
             nargs="+",
@@ -98,30 +210,145 @@ def _parser() -> Parser:
             help="their ports, by position; one port for all hosts or one host for all ports will do "
             f"(default: {8100 if role is Role.PREFILL else 8200})",
         )
-        parser.add_argument(
+        group.add_argument(
             f"--{role}", action="append", default=[], metavar="URL", help=f"a {role} server by URL; repeatable"
         )
-    parser.add_argument(
+    names = sorted(POLICIES)
+    group.add_argument(
         "--policy",
         default="round_robin",
-        choices=sorted(POLICIES),
+        choices=names,
         help="how an instance is chosen in each pool (default: round_robin)",
     )
-    parser.add_argument(
+    group.add_argument("--prefill-policy", choices=names, help="the same among prefill servers only")
+    group.add_argument("--decode-policy", choices=names, help="the same among decode servers only")
+    group.add_argument(
         "--request-timeout-secs",
         type=seconds,
         metavar="S",
         help="limit for one leg of a request (default: none, a long answer takes long)",
     )
-    parser.add_argument(
+    group.add_argument(
         "--health-check-interval-secs",
         type=seconds,
         default=2.0,
         metavar="S",
         help="between two rounds of health questions (default: 2)",
     )
-    parser.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
-    return parser
+    group.add_argument("--engine-ca-file", metavar="PEM", help="who vouches for engines at https URLs")
+
+
+def _listening(parser: Parser) -> None:
+    group = parser.add_argument_group("listening")
+    group.add_argument("--host", default="127.0.0.1", help="where to listen (default: 127.0.0.1; 0.0.0.0 for all)")
+    group.add_argument("--port", type=port_number, default=8000, help="(default: 8000)")
+    group.add_argument("--uds", metavar="PATH", help="listen on a Unix socket in place of host and port")
+    group.add_argument("--ssl-certfile", metavar="PEM", help="serve https with this certificate chain")
+    group.add_argument("--ssl-keyfile", metavar="PEM", help="its private key, when it is in a file of its own")
+    group.add_argument(
+        "--workers",
+        type=count,
+        default=1,
+        metavar="N",
+        help="processes that share the port; their metrics add up (default: 1)",
+    )
+    group.add_argument(
+        "--shutdown-grace-period-secs",
+        type=seconds,
+        default=30.0,
+        metavar="S",
+        help="how long open requests may go on after a stop was asked for (default: 30)",
+    )
+
+
+def _keys(parser: Parser) -> None:
+    group = parser.add_argument_group(
+        "keys and origins", "A key in the environment does not show in a list of processes."
+    )
+    group.add_argument(
+        "--api-key",
+        action="append",
+        default=[],
+        metavar="KEY",
+        help="ask clients for this key; repeatable (environment: BATON_API_KEY)",
+    )
+    group.add_argument("--api-key-file", metavar="FILE", help="the same for each line of a file")
+    group.add_argument(
+        "--admin-key", metavar="KEY", help="ask for this key at /instances (environment: BATON_ADMIN_KEY)"
+    )
+    group.add_argument(
+        "--engine-api-key",
+        metavar="KEY",
+        help="what engines ask for; given to them when the client brings no key, or one of --api-key "
+        "(environment: BATON_ENGINE_API_KEY)",
+    )
+    group.add_argument(
+        "--cors-allowed-origins",
+        nargs="+",
+        default=[],
+        metavar="ORIGIN",
+        help="web origins whose pages may call, such as https://chat.example; * for all (default: none)",
+    )
+
+
+def _load(parser: Parser) -> None:
+    group = parser.add_argument_group("load")
+    group.add_argument(
+        "--max-concurrent-requests",
+        type=count_or_none,
+        default=0,
+        metavar="N",
+        help="requests under way at once; more wait in line (default: 0, no limit)",
+    )
+    group.add_argument(
+        "--queue-size",
+        type=count_or_none,
+        default=100,
+        metavar="N",
+        help="requests that may wait; one more is 429 (default: 100)",
+    )
+    group.add_argument(
+        "--queue-timeout-secs", type=seconds, default=60.0, metavar="S", help="how long one may wait (default: 60)"
+    )
+    group.add_argument(
+        "--max-connections",
+        type=count,
+        default=Limits.connections,
+        metavar="N",
+        help=f"clients' connections at once; more are 503 (default: {Limits.connections})",
+    )
+    group.add_argument(
+        "--max-payload-size",
+        type=count,
+        default=Limits.body_bytes,
+        metavar="BYTES",
+        help=f"of one request; more is 413 (default: {Limits.body_bytes})",
+    )
+    group.add_argument(
+        "--sse-keepalive-secs",
+        type=seconds,
+        metavar="S",
+        help="send a comment in a stream after so much silence, also before the engines have answered: "
+        "an error that comes later is then an event of a stream with status 200 (default: never)",
+    )
+
+
+def _watching(parser: Parser) -> None:
+    group = parser.add_argument_group("watching")
+    group.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
+    group.add_argument("--access-log", metavar="FILE", help="a line a request to this file, or - (default: none)")
+    group.add_argument(
+        "--request-id-headers",
+        nargs="+",
+        default=["x-request-id"],
+        metavar="NAME",
+        help="where a client's own id may stand; it gets it back (default: x-request-id)",
+    )
+    group.add_argument(
+        "--hide-instances", action="store_true", help="leave x-baton-prefill and x-baton-decode out of answers"
+    )
+    group.add_argument("--enable-trace", action="store_true", help="send OpenTelemetry spans")
+    group.add_argument("--otlp-traces-endpoint", metavar="URL", help=f"where to, by OTLP over HTTP (default: {OTLP})")
 
 
 def pair(role: Role, hosts: list[str] | None, ports: list[int] | None, urls: list[str]) -> list[Endpoint]:
@@ -152,9 +379,10 @@ def pair(role: Role, hosts: list[str] | None, ports: list[int] | None, urls: lis
 def _from_url(role: Role, url: str) -> Endpoint:
     try:
         parts = urlsplit(url)
-        if parts.scheme != "http" or not parts.hostname or parts.path not in ("", "/"):
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.path not in ("", "/"):
             raise ValueError
-        return Endpoint(role=role, host=parts.hostname, port=parts.port or 80)
+        tls = parts.scheme == "https"
+        return Endpoint(role=role, host=parts.hostname, port=parts.port or (443 if tls else 80), tls=tls)
     except (ValueError, ValidationError):
         raise Failure(f"--{role} {url!r} is not a URL such as http://host:8100", 2) from None
 

@@ -1,22 +1,40 @@
 """HTTP/1.1 on asyncio protocols: server, client, pools. Knows nothing of LLMs."""
 
-from baton.http.client import Broken, ClientError, ConnectFailed, Exchange, Origin, Pool, Response, Timeouts, TooSlow
+from baton.http.client import Exchange, Origin, Pool, Timeouts
+from baton.http.client_connection import (
+    Broken,
+    ClientError,
+    ConnectFailed,
+    OutOfDescriptors,
+    Response,
+    TlsFailed,
+    TooSlow,
+)
+from baton.http.events import EventBuffer, data_of, split, with_data
 from baton.http.messages import Header, Request
-from baton.http.server import Limits, Responder, Server
+from baton.http.responder import Responder
+from baton.http.rules import Limits
+from baton.http.server import Server
 
 __all__ = [
     "Broken",
     "ClientError",
     "ConnectFailed",
+    "EventBuffer",
     "Exchange",
     "Header",
     "Limits",
     "Origin",
+    "OutOfDescriptors",
     "Pool",
     "Request",
     "Responder",
     "Response",
     "Server",
     "Timeouts",
+    "TlsFailed",
     "TooSlow",
+    "data_of",
+    "split",
+    "with_data",
 ]

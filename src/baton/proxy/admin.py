@@ -3,32 +3,49 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from typing import Any
 
 import orjson
 
 from baton.cluster import Role
 from baton.http import Header, Request
+from baton.proxy import legs
 from baton.proxy.journey import Way
+from baton.proxy.routing import RoundRobin
+from baton.proxy.upstream import Answer, read_answer
+from baton.proxy.workers import Peers
 
-PASSED_ON = ("/v1/models", "/version")
-
-
-@dataclass(frozen=True)
-class Answer:
-    """A whole answer of the proxy's own."""
-
-    status: int
-    headers: list[Header]
-    body: bytes
-
+OPEN = frozenset({"/health", "/healthcheck", "/liveness", "/readiness", "/metrics"})
+"""Paths that ask for no key: probes and scrapers have none."""
+ADMIN = "/instances"
+"""How the paths begin that ask for the admin key."""
+_READ = ("/v1/models", "/version")
+_POSTED = (
+    "/tokenize",
+    "/detokenize",
+    "/v1/embeddings",
+    "/pooling",
+    "/classify",
+    "/score",
+    "/v1/score",
+    "/rerank",
+    "/v1/rerank",
+    "/v2/rerank",
+)
+_JSON = (b"content-type", b"application/json")
 
 Route = Callable[[Request], Awaitable[Answer]]
 
 
-def admin_routes(way: Way) -> dict[str, dict[str, Route]]:
-    """Every route that does not generate: path, method, what answers."""
+def routes(way: Way, carried: Callable[[Request], list[Header]], peers: Peers) -> dict[str, dict[str, Route]]:
+    """Every route that does not generate: path, method, what answers.
+
+    Args:
+        carried: what an engine is told of a request besides its body.
+        peers: the other workers of this proxy, whose counts are added.
+    """
+    # Any engine will do; decode servers have the same model and are spared the long prompts.
+    turn = RoundRobin()
 
     async def health(_: Request) -> Answer:
         """200 only when a prefill and a decode server are usable."""
@@ -45,10 +62,12 @@ def admin_routes(way: Way) -> dict[str, dict[str, Route]]:
         return _json(200, {"status": "ok"})
 
     async def metrics(_: Request) -> Answer:
-        return Answer(200, [(b"content-type", b"text/plain; version=0.0.4; charset=utf-8")], way.metrics.render())
+        others = await peers.ask("/metrics")
+        body = way.metrics.render(others)
+        return Answer(200, [(b"content-type", b"text/plain; version=0.0.4; charset=utf-8")], body)
 
     async def instances(_: Request) -> Answer:
-        rows = [
+        rows: list[dict[str, Any]] = [
             {
                 "id": each.id,
                 "role": each.endpoint.role,
@@ -58,14 +77,23 @@ def admin_routes(way: Way) -> dict[str, dict[str, Route]]:
             }
             for each in way.fleet
         ]
+        for other in await peers.ask("/instances"):
+            for row, same in zip(rows, orjson.loads(other)["instances"], strict=True):
+                row["in_flight"] += same["in_flight"]
+                row["usable"] &= same["usable"]
         return _json(200, {"instances": rows})
 
-    async def pass_on(request: Request) -> Answer:
-        """One decode server's own answer."""
-        instance = way.fleet.usable(Role.DECODE)[0]
-        carried = [pair for pair in request.headers if pair[0] == b"authorization"]
-        status, kind, body = await way.upstream.get(instance, request.target, carried)
-        return Answer(status, [(b"content-type", kind)], body)
+    async def pass_get(request: Request) -> Answer:
+        instance = turn.pick(way.fleet.usable(Role.DECODE))
+        async with way.upstream.get(instance, request.target, carried(request)) as response:
+            return await read_answer(response)
+
+    async def pass_post(request: Request) -> Answer:
+        # What only the proxy may say is taken out here too: these reach the same engines.
+        _, raw = legs.parse(request.body)
+        instance = turn.pick(way.fleet.usable(Role.DECODE))
+        async with way.upstream.post(instance, request.target, carried(request), raw) as response:
+            return await read_answer(response)
 
     own: dict[str, Route] = {
         "/health": health,
@@ -75,7 +103,10 @@ def admin_routes(way: Way) -> dict[str, dict[str, Route]]:
         "/metrics": metrics,
         "/instances": instances,
     }
-    return {path: {"GET": route} for path, route in {**own, **dict.fromkeys(PASSED_ON, pass_on)}.items()}
+    return {
+        **{path: {"GET": route} for path, route in {**own, **dict.fromkeys(_READ, pass_get)}.items()},
+        **{path: {"POST": pass_post} for path in _POSTED},
+    }
 
 
 def counts(way: Way) -> dict[str, Any]:
@@ -87,4 +118,4 @@ def counts(way: Way) -> dict[str, Any]:
 
 
 def _json(status: int, value: object) -> Answer:
-    return Answer(status, [(b"content-type", b"application/json")], orjson.dumps(value))
+    return Answer(status, [_JSON], orjson.dumps(value))

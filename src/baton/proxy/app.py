@@ -8,33 +8,47 @@ import itertools
 import logging
 import secrets
 import signal
+import ssl
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import orjson
 
 from baton.cluster import Endpoint
 from baton.http import Header, Limits, Request, Responder, Server
 from baton.proxy import legs
-from baton.proxy.admin import Answer, admin_routes
-from baton.proxy.errors import ProxyError
+from baton.proxy.access_log import AccessLog
+from baton.proxy.admin import ADMIN, OPEN, routes
+from baton.proxy.admission import Gate
+from baton.proxy.beat import Beat
+from baton.proxy.deliver import ToClient
+from baton.proxy.door import Keys, Origins, carried
+from baton.proxy.errors import ProxyError, StreamFailed, error_event
 from baton.proxy.fleet import Fleet, NoInstance
-from baton.proxy.journey import Journey, State, Way
+from baton.proxy.journey import EngineRefusal, Journey, State, Times, Way, prefill_alone
+from baton.proxy.legs import Rules, Style
 from baton.proxy.metrics import Metrics
-from baton.proxy.modes import run_read
+from baton.proxy.modes import run_read, run_several
 from baton.proxy.routing import POLICIES
-from baton.proxy.upstream import Upstream
+from baton.proxy.samples import parts
+from baton.proxy.tracing import Tracer
+from baton.proxy.upstream import Answer, Upstream
+from baton.proxy.workers import Alive, Peers, Worker, Workers, watch_parent
 
 logger = logging.getLogger("baton.proxy")
 
 RETRY_SECONDS = 0.25
-_FORWARDED = frozenset((b"authorization", b"traceparent", b"tracestate"))
+LEFT = 499
+"""The status that is counted for a request whose client left before its answer was whole."""
 _JSON = (b"content-type", b"application/json")
 # Request ids: random for each start, then counted; a random number each would cost a system call.
 _BOOT = secrets.token_hex(10).encode()
 _NUMBERS = itertools.count()
+
+Told = (legs.Refused, NoInstance, ProxyError, EngineRefusal, StreamFailed)
 
 
 @dataclass(frozen=True)
@@ -44,34 +58,99 @@ class ProxySettings:
     Attributes:
         host, port: where to listen.
         endpoints: the engines of both roles.
-        policy: how an instance is chosen, by name.
+        policy: how an instance is chosen, by name, in both pools.
+        prefill_policy, decode_policy: in one pool; None as *policy*.
         request_timeout_seconds: for one leg; None has no limit.
         probe_interval_seconds: between two rounds of health questions.
         shutdown_seconds: how long open requests may go on after a stop was asked for.
         limits: of the HTTP server.
+        uds: a Unix socket to listen on in place of host and port.
+        tls: for clients.
+        engine_tls: for engines that are reached by https.
+        api_keys: one of them is asked of every client; empty asks for none.
+        admin_key: what administers; None leaves it to the API keys.
+        engine_api_key: what engines are given when the client brings no key of its own.
+        cors_origins: the web origins whose pages may call.
+        max_requests: under way at once; None has no limit.
+        queue_size, queue_seconds: how many more may wait, and how long.
+        keep_alive_seconds: of silence after which a stream gets a comment; None sends none.
+        request_id_headers: where a client's own id may stand, in lower case.
+        name_instances: whether answers say which instances made them.
+        access_log: a file, ``-`` for standard output, None for none.
+        otlp_endpoint: where spans go; None makes none.
+        reuse_port: whether others may listen on the same port: workers of one proxy do.
+        worker_socket: a Unix socket on which this worker tells the others what it counts; None for a proxy of one.
+        other_workers: theirs.
     """
 
     host: str
     port: int
     endpoints: tuple[Endpoint, ...]
     policy: str = "round_robin"
+    prefill_policy: str | None = None
+    decode_policy: str | None = None
     request_timeout_seconds: float | None = None
     probe_interval_seconds: float = 2.0
     shutdown_seconds: float = 30.0
     limits: Limits = field(default_factory=Limits)
+    uds: str | None = None
+    tls: ssl.SSLContext | None = None
+    engine_tls: ssl.SSLContext | None = None
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
+    admin_key: str | None = field(default=None, repr=False)
+    engine_api_key: str | None = field(default=None, repr=False)
+    cors_origins: tuple[str, ...] = ()
+    max_requests: int | None = None
+    queue_size: int = 100
+    queue_seconds: float = 60.0
+    keep_alive_seconds: float | None = None
+    request_id_headers: tuple[str, ...] = ("x-request-id",)
+    name_instances: bool = True
+    access_log: str | None = None
+    otlp_endpoint: str | None = None
+    reuse_port: bool = False
+    worker_socket: str | None = None
+    other_workers: tuple[str, ...] = ()
 
 
 class Proxy:
-    """A running proxy: start, stop, and between them one handler for every request."""
+    """A running proxy: start, stop, and between them one handler for every request.
+
+    Args:
+        settings: what was asked for.
+
+    Raises:
+        TracingUnavailable: spans are wanted and OpenTelemetry is not installed.
+        OSError: the access log cannot be opened.
+    """
 
     def __init__(self, settings: ProxySettings) -> None:
         self.settings = settings
         self.fleet = Fleet(settings.endpoints)
-        policy = POLICIES[settings.policy]
-        upstream = Upstream(self.fleet, settings.request_timeout_seconds)
-        self.way = Way(self.fleet, upstream, policy(), policy(), Metrics(self.fleet))
-        self._admin = admin_routes(self.way)
+        gate = Gate(settings.max_requests, settings.queue_size, settings.queue_seconds)
+        tracer = Tracer(settings.otlp_endpoint) if settings.otlp_endpoint is not None else None
+        self.way = Way(
+            self.fleet,
+            Upstream(self.fleet, settings.request_timeout_seconds, settings.engine_tls),
+            POLICIES[settings.prefill_policy or settings.policy](),
+            POLICIES[settings.decode_policy or settings.policy](),
+            Metrics(self.fleet, gate),
+            gate,
+            tracer,
+            settings.name_instances,
+        )
+        self._peers = Peers(settings.other_workers)
+        self._routes = routes(self.way, self.carried, self._peers)
+        # What this worker alone counts, for the others.
+        self._own_routes = routes(self.way, self.carried, Peers(()))
+        self._keys = Keys(settings.api_keys)
+        self._admin_keys = Keys([settings.admin_key]) if settings.admin_key else self._keys
+        self._origins = Origins(settings.cors_origins)
+        self._engine_key = settings.engine_api_key.encode() if settings.engine_api_key else None
+        self._id_headers = tuple(name.lower().encode() for name in settings.request_id_headers)
+        self._access_log = AccessLog(settings.access_log) if settings.access_log else None
         self._server = Server(self.handle, settings.limits, refusal)
+        self._to_workers = Server(self._tell_worker, settings.limits, refusal)
         self._background: list[asyncio.Task[None]] = []
 
     async def start(self) -> list[tuple[str, int]]:
@@ -80,9 +159,18 @@ class Proxy:
         Raises:
             OSError: the address cannot be had.
         """
+        settings = self.settings
         await self.way.upstream.probe(self.fleet)
-        addresses = await self._server.listen(self.settings.host, self.settings.port)
-        work = (self._probe_forever(), self.way.upstream.sweep_forever())
+        addresses: list[tuple[str, int]] = []
+        if settings.worker_socket is not None:
+            await self._to_workers.listen_unix(settings.worker_socket)
+        if settings.uds is not None:
+            await self._server.listen_unix(settings.uds)
+        else:
+            addresses = await self._server.listen(
+                settings.host, settings.port, tls=settings.tls, reuse_port=settings.reuse_port
+            )
+        work = (self._probe_forever(), self.way.upstream.sweep_forever(), self._flush_forever())
         self._background = [asyncio.create_task(each) for each in work]
         return addresses
 
@@ -91,26 +179,58 @@ class Proxy:
         for task in self._background:
             task.cancel()
         await self._server.close(grace_seconds)
+        await self._to_workers.close()
+        self._peers.close()
         self.way.upstream.close()
+        if self._access_log is not None:
+            self._access_log.close()
+        if self.way.tracer is not None:
+            await asyncio.get_running_loop().run_in_executor(None, self.way.tracer.close)
+
+    def carried(self, request: Request) -> list[Header]:
+        """What an engine is told of a request besides its body."""
+        return carried(request, self._engine_key, bool(self._keys))
 
     async def handle(self, request: Request, responder: Responder) -> None:
         """Answer one request, whatever it is."""
+        common: list[Header] = []
+        rules = legs.RULES.get(request.path)
         try:
-            if request.path in legs.RULES and request.method == "POST":
-                await self._generate(request, responder)
-            else:
-                answer = await self._answer(request)
-                responder.send(answer.status, answer.headers, answer.body)
-        except (legs.Refused, NoInstance, ProxyError) as error:
-            if responder.started:
-                responder.abort()
+            if self._origins:
+                common = self._origins.headers(request)
+                preflight = self._origins.preflight(request)
+                if preflight is not None:
+                    responder.send(204, preflight, b"")
+                    return
+            self._let_in(request)
+            if rules is not None and request.method == "POST":
+                await self._generate(request, rules, responder, common)
                 return
-            told = as_proxy_error(error)
-            responder.send(told.status, [_JSON, *told.headers()], told.body())
+            started = time.monotonic()
+            answer = await self._answer(request)
+            responder.send(answer.status, [*answer.headers, *common], answer.body)
+            if self._access_log is not None:
+                self._access_log.line(request.method, request.path, answer.status, time.monotonic() - started)
+        except Told as error:
+            style = rules.style if rules is not None else Style.OPENAI
+            status = tell(error, responder, [], common, style)
+            if self._access_log is not None:
+                self._access_log.line(request.method, request.path, status, 0.0)
+
+    def _let_in(self, request: Request) -> None:
+        """
+        Raises:
+            ProxyError: 401, the request lacks the key that its path asks for.
+        """
+        if request.path in OPEN:
+            return
+        keys = self._admin_keys if request.path.startswith(ADMIN) else self._keys
+        if keys and not keys.know(request):
+            raise ProxyError(401, "a valid API key is needed: send it as Authorization: Bearer KEY")
 
     async def _answer(self, request: Request) -> Answer:
         """What is not generation."""
-        methods = self._admin.get(request.path)
+        methods = self._routes.get(request.path)
         if methods is None:
             if request.path not in legs.RULES:
                 raise ProxyError(404, f"there is nothing at {request.path}")
@@ -121,26 +241,99 @@ class Proxy:
             raise ProxyError(405, f"{request.method} is not allowed on {request.path}", allow=allowed)
         return await make(request)
 
-    async def _generate(self, request: Request, responder: Responder) -> None:
-        """Both phases, for every endpoint in ``legs.RULES``."""
-        arrived = time.monotonic()
-        status = 499  # the client left
-        journey: Journey | None = None
+    async def _tell_worker(self, request: Request, responder: Responder) -> None:
+        """Answer another worker of this proxy."""
+        answer = await self._own_routes[request.path]["GET"](request)
+        responder.send(answer.status, answer.headers, answer.body)
+
+    async def _generate(self, request: Request, rules: Rules, responder: Responder, common: list[Header]) -> None:
+        """Both phases, for every endpoint in ``legs.RULES``: from admission to the last byte, and its counts.
+
+        This is the one place where what a request holds is given back.
+        """
+        way, times = self.way, Times(time.monotonic())
+        journey = self._begin(request, rules, times, common)
+        if way.tracer is not None:
+            journey.span = way.tracer.request(request)
+        status, failure = LEFT, None
         try:
-            journey = begin(request, arrived)
-            status = await run_read(journey, self.way, responder)
-            journey.state = State.DONE
+            await self._travel(journey, responder)
+            journey.state, status = State.DONE, 200
         except asyncio.CancelledError:
-            if journey is not None:
-                journey.state = State.CANCELLED
+            way.metrics.cancelled.inc(journey.state)
+            journey.state = State.CANCELLED
             raise
-        except (legs.Refused, NoInstance, ProxyError) as error:
-            if journey is not None:
-                journey.state = State.FAILED
-            status = as_proxy_error(error).status
-            raise
+        except Told as error:
+            failure = error
+            way.metrics.failed.inc(journey.state)
+            if responder.started:
+                way.metrics.stream_errors.inc()
+            status = tell(error, responder, journey.answer_head([]), [], rules.style)
+            journey.state = State.FAILED
         finally:
-            self.way.metrics.request(request.path, status, time.monotonic() - arrived)
+            if journey.admitted:
+                way.gate.leave()
+            if journey.beat is not None:
+                journey.beat.stop()
+            seconds = time.monotonic() - times.arrived
+            way.metrics.request(request.path, status, seconds)
+            way.metrics.split(times)
+            if journey.span is not None:
+                journey.span.end_request(status, journey.prefill, journey.decode, failure)
+            if self._access_log is not None:
+                self._log(journey, status, seconds)
+
+    async def _travel(self, journey: Journey, responder: Responder) -> None:
+        """Read, admit, and go the way that the body asks for.
+
+        Raises:
+            legs.Refused, NoInstance, ProxyError, EngineRefusal, StreamFailed: what the client is told.
+        """
+        way = self.way
+        # read
+        journey.body, journey.raw = read_body(journey.request)
+        legs.check(journey.body, journey.rules)
+        made = parts(journey.body, journey.rules)
+
+        # admit
+        await way.gate.enter()
+        journey.admitted = True
+        journey.times.admitted = time.monotonic()
+        if self.settings.keep_alive_seconds is not None and journey.body.get("stream"):
+            journey.beat = Beat(responder, journey.answer_head, self.settings.keep_alive_seconds)
+
+        # prefill, hand off, decode
+        if legs.generates_nothing(journey.body, journey.rules):
+            answer = await prefill_alone(journey, way)
+            responder.send(200, journey.answer_head(answer.headers), answer.body)
+        elif len(made) > 1:
+            await run_several(journey, made, way, responder)
+        else:
+            await run_read(journey, way, ToClient(way, responder))
+
+    def _begin(self, request: Request, rules: Rules, times: Times, common: list[Header]) -> Journey:
+        """The journey of a request whose body is still unread."""
+        request_id = _BOOT + b"%012x" % next(_NUMBERS)
+        own_id = next((value for name in self._id_headers if (value := request.header(name))), request_id)
+        headers = [*self.carried(request), (b"x-request-id", request_id)]
+        answer_headers = [(b"x-request-id", own_id), *common]
+        return Journey(
+            request, rules, {}, b"", request_id, headers, answer_headers, times, named=self.way.name_instances
+        )
+
+    def _log(self, journey: Journey, status: int, seconds: float) -> None:
+        assert self._access_log is not None
+        times = journey.times
+        self._access_log.line(
+            journey.request.method,
+            journey.request.path,
+            status,
+            seconds,
+            request_id=journey.request_id.decode(),
+            prefill=journey.prefill.id if journey.prefill is not None else "-",
+            decode=journey.decode.id if journey.decode is not None else "-",
+            first_event_seconds=times.first_event - times.arrived if times.first_event else 0.0,
+        )
 
     async def _probe_forever(self) -> None:
         while True:
@@ -150,27 +343,54 @@ class Proxy:
             await asyncio.sleep(min(interval, RETRY_SECONDS) if out else interval)
             await self.way.upstream.probe(self.fleet)
 
+    async def _flush_forever(self) -> None:
+        while self._access_log is not None:
+            await asyncio.sleep(1.0)
+            self._access_log.flush()
 
-def begin(request: Request, arrived: float) -> Journey:
-    """The journey of a request, with its body parsed and checked.
+
+def read_body(request: Request) -> tuple[dict[str, object], bytes]:
+    """The body as an object and as what an engine may get (see :func:`baton.proxy.legs.parse`).
 
     Raises:
-        ProxyError: the body is no JSON, or compressed.
-        legs.Refused: it asks for what cannot be handed over.
+        ProxyError: 415, it is compressed.
+        legs.Refused: it is no JSON object.
     """
     coding = request.header(b"content-encoding")
     if coding is not None and coding.lower() != b"identity":
         raise ProxyError(415, "a compressed body is not supported: send it as it is")
+    return legs.parse(request.body)
+
+
+def tell(error: Exception, responder: Responder, headers: list[Header], common: list[Header], style: Style) -> int:
+    """Tell the client what went wrong, in the way that is still open; the status of it."""
+    match error:
+        case EngineRefusal(answer=answer):
+            status, body, made = answer.status, answer.body, answer.headers
+        case StreamFailed(body=body):
+            status, made = 502, [_JSON]
+        case _:
+            told = as_proxy_error(error)
+            status, body, made = told.status, told.body(style), [_JSON, *told.headers()]
+    if responder.ended:
+        return status
+    if not responder.started:
+        responder.send(status, [*made, *headers, *common], body)
+        return status
+    # The head is gone: an error event, and no end that looks like one.
+    if not is_json(body):
+        body = ProxyError(status, "the engine answered with an error").body(style)
+    responder.write(error_event(body, style))
+    responder.end()
+    return status
+
+
+def is_json(body: bytes) -> bool:
     try:
-        body = legs.check(orjson.loads(request.body), legs.RULES[request.path])
-    except orjson.JSONDecodeError as error:
-        raise ProxyError(400, f"the body is not JSON: {error}") from error
-    request_id = _BOOT + b"%012x" % next(_NUMBERS)
-    carried: list[Header] = [pair for pair in request.headers if pair[0] in _FORWARDED]
-    own_id = request.header(b"x-request-id") or request_id
-    return Journey(
-        request, body, request_id, [*carried, (b"x-request-id", request_id)], [(b"x-request-id", own_id)], arrived
-    )
+        orjson.loads(body)
+    except orjson.JSONDecodeError:
+        return False
+    return True
 
 
 def as_proxy_error(error: Exception) -> ProxyError:
@@ -190,24 +410,63 @@ def refusal(status: int, reason: str) -> tuple[bytes, bytes]:
     return b"application/json", ProxyError(status, reason).body()
 
 
-async def serve(settings: ProxySettings, on_ready: Callable[[list[tuple[str, int]]], None] = lambda _: None) -> None:
+async def serve(
+    settings: ProxySettings,
+    on_ready: Callable[[list[tuple[str, int]]], None] = lambda _: None,
+    alive: Alive | None = None,
+) -> None:
     """Serve until SIGINT or SIGTERM; then finish what is open and return.
+
+    Args:
+        alive: for a worker: what ends with the process that started it. Only SIGTERM stops a worker.
 
     Raises:
         OSError: the address cannot be listened on.
     """
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
+    signals = (signal.SIGINT, signal.SIGTERM) if alive is None else (signal.SIGTERM,)
+    for number in signals:
         loop.add_signal_handler(number, stop.set)
+    if alive is not None:
+        watch_parent(alive, stop.set)
     proxy = Proxy(settings)
     try:
         on_ready(await proxy.start())
         await stop.wait()
     finally:
         stopping = asyncio.ensure_future(proxy.stop(settings.shutdown_seconds))
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in signals:
             # Asked a second time: cut what is still open.
             loop.add_signal_handler(number, partial(stopping.cancel))
         with contextlib.suppress(asyncio.CancelledError):
             await stopping
+
+
+def serve_workers(
+    settings: ProxySettings, count: int, run: Callable[[Coroutine[Any, Any, None]], None], on_ready: Callable[[], None]
+) -> int:
+    """Serve with *count* processes on one port until SIGINT or SIGTERM; the exit code.
+
+    Args:
+        run: runs a coroutine on a new event loop.
+        on_ready: called when all of them listen.
+
+    Raises:
+        OSError: the address cannot be listened on.
+    """
+
+    def work(worker: Worker) -> None:
+        own = replace(
+            settings,
+            port=worker.port,
+            reuse_port=True,
+            worker_socket=worker.socket,
+            other_workers=worker.others,
+            # Each lets its share in.
+            max_requests=None if settings.max_requests is None else -(-settings.max_requests // count),
+            queue_size=-(-settings.queue_size // count),
+        )
+        run(serve(own, lambda _: worker.ready(), worker.alive))
+
+    return Workers(count, work).run(settings.host, settings.port, lambda _: on_ready())

@@ -1,4 +1,4 @@
-"""Every answer that is not the engine's own, in OpenAI's error shape."""
+"""Every answer that is not the engine's own, in the error shape of the API that was called."""
 
 from __future__ import annotations
 
@@ -7,16 +7,25 @@ from typing import Any
 import orjson
 
 from baton.http import Header
+from baton.proxy.legs import Style
 
 _TYPES = {
-    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
-    405: "invalid_request_error",
-    413: "invalid_request_error",
-    415: "invalid_request_error",
+    429: "rate_limit_error",
     502: "engine_error",
     503: "service_unavailable_error",
     504: "timeout_error",
+}
+# Anthropic's clients know these and no others.
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
 }
 
 
@@ -47,8 +56,8 @@ class ProxyError(Exception):
         self.retry_after = retry_after
         self.allow = allow
 
-    def body(self) -> bytes:
-        return orjson.dumps(error_object(self.status, self.message, self.param))
+    def body(self, style: Style = Style.OPENAI) -> bytes:
+        return orjson.dumps(error_object(self.status, self.message, self.param, style))
 
     def headers(self) -> list[Header]:
         made: list[Header] = []
@@ -56,13 +65,36 @@ class ProxyError(Exception):
             made.append((b"retry-after", b"%d" % self.retry_after))
         if self.allow is not None:
             made.append((b"allow", self.allow.encode()))
+        if self.status == 401:
+            made.append((b"www-authenticate", b"Bearer"))
         return made
 
-    def event(self) -> bytes:
+    def event(self, style: Style = Style.OPENAI) -> bytes:
         """The same as a server-sent event, for a stream whose head is gone already."""
-        return b"data: " + self.body() + b"\n\n"
+        return error_event(self.body(style), style)
 
 
-def error_object(status: int, message: str, param: str | None = None) -> dict[str, Any]:
+class StreamFailed(Exception):
+    """A stream that its engine ended with an error.
+
+    Attributes:
+        body: the error, in JSON.
+    """
+
+    def __init__(self, body: bytes) -> None:
+        super().__init__("the engine ended its stream with an error")
+        self.body = body
+
+
+def error_event(body: bytes, style: Style) -> bytes:
+    """An error's body (JSON in one line) as the last event of a stream, as the API's clients expect it."""
+    name = b"" if style is Style.OPENAI else b"event: error\n"
+    return name + b"data: " + body.replace(b"\n", b" ") + b"\n\n"
+
+
+def error_object(status: int, message: str, param: str | None = None, style: Style = Style.OPENAI) -> dict[str, Any]:
+    if style is Style.ANTHROPIC:
+        kind = _ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+        return {"type": "error", "error": {"type": kind, "message": message}}
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "internal_error")
     return {"error": {"message": message, "type": kind, "param": param, "code": status}}

@@ -1,4 +1,4 @@
-"""One request's way through the phases, as one coroutine that reads top to bottom.
+"""One request's way through the phases: its states, and the steps that a transfer mode puts in order.
 
 States: RECEIVED, ADMITTED, PREFILLING, HANDED_OFF, DECODING, STREAMING, then DONE, FAILED or
 CANCELLED. In HANDED_OFF blocks are pinned on the prefill server; the way out is DECODING, since
@@ -9,22 +9,25 @@ from __future__ import annotations
 
 import enum
 import time
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 
 import orjson
 
 from baton.cluster import Role
-from baton.http import Broken, Header, Request, Responder, Response
+from baton.http import Header, Request, Response
 from baton.proxy import legs
+from baton.proxy.admission import Gate
+from baton.proxy.answers import Correction, Prefilled, failed
+from baton.proxy.beat import Beat
 from baton.proxy.errors import ProxyError
 from baton.proxy.fleet import Fleet, ProxyInstance
 from baton.proxy.metrics import Metrics
 from baton.proxy.routing import Policy
-from baton.proxy.ticket import TICKET_KEY, Ticket
-from baton.proxy.upstream import Upstream
-
-_TICKET_BYTES = TICKET_KEY.encode()
-_NO_TICKET = b'"kv_transfer_params":null'
+from baton.proxy.samples import Part
+from baton.proxy.ticket import Ticket
+from baton.proxy.tracing import Span, Tracer
+from baton.proxy.upstream import Answer, Leg, Upstream, read_answer, read_body
 
 
 class State(enum.StrEnum):
@@ -41,34 +44,82 @@ class State(enum.StrEnum):
     CANCELLED = "cancelled"
 
 
-@dataclass
+@dataclass(slots=True)
+class Times:
+    """When a request passed each mark, on the monotonic clock in seconds; 0 while it has not.
+
+    Attributes:
+        arrived: its last byte was here.
+        admitted: it was let through the gate.
+        prefill_sent, prefilled: the prefill leg, from its dispatch to the whole answer.
+        decode_sent, decode_head: the decode leg, from its dispatch to the head of the answer.
+        first_event: the first event of a stream passed.
+    """
+
+    arrived: float
+    admitted: float = 0.0
+    prefill_sent: float = 0.0
+    prefilled: float = 0.0
+    decode_sent: float = 0.0
+    decode_head: float = 0.0
+    first_event: float = 0.0
+
+
+@dataclass(slots=True)
 class Journey:
     """What is known of one request.
 
     Attributes:
         request: as it came.
+        rules: of its endpoint.
         body: its body, parsed and checked.
+        raw: the same in bytes, as an engine may get it.
+        request_id: the proxy's own, on both legs.
         headers: what both legs carry besides the body.
         answer_headers: what the client's answer carries in any case.
-        arrived: on the monotonic clock, in seconds.
+        times: when it passed each mark.
         state: where it is; never goes back.
+        prefill, decode: the instances, once they are chosen.
+        on_prefilled: called when the prefill leg is answered.
+        span: of the whole request.
+        beat: what speaks while its stream is silent.
+        named: whether the answer says which instances made it.
+        admitted: it holds a place behind the gate.
     """
 
     request: Request
+    rules: legs.Rules
     body: legs.Body
+    raw: bytes
     request_id: bytes
     headers: list[Header]
     answer_headers: list[Header]
-    arrived: float = field(default_factory=time.monotonic)
+    times: Times
     state: State = State.RECEIVED
     prefill: ProxyInstance | None = None
     decode: ProxyInstance | None = None
+    on_prefilled: Callable[[], None] | None = None
+    span: Span | None = None
+    beat: Beat | None = None
+    named: bool = True
+    admitted: bool = False
 
-    def answer_head(self, content_type: bytes) -> list[Header]:
+    def part(self, part: Part) -> Journey:
+        """The journey of one part of it, with an id of its own."""
+        request_id = b"%b-%d" % (self.request_id, part.index)
+        headers = [(name, request_id if name == b"x-request-id" else value) for name, value in self.headers]
+        raw = legs.written(part.body)
+        return Journey(self.request, self.rules, part.body, raw, request_id, headers, [], self.times, span=self.span)
+
+    def answer_head(self, engines: list[Header]) -> list[Header]:
         """Headers of an engine's answer to the client, with the instances used."""
-        made = [(b"content-type", content_type), *self.answer_headers]
-        if self.prefill is not None and self.decode is not None:
-            made += [(b"x-baton-prefill", self.prefill.id.encode()), (b"x-baton-decode", self.decode.id.encode())]
+        made = [*engines, *self.answer_headers]
+        if not self.named:
+            return made
+        if self.prefill is not None:
+            made.append((b"x-baton-prefill", self.prefill.id.encode()))
+        if self.decode is not None:
+            made.append((b"x-baton-decode", self.decode.id.encode()))
         return made
 
 
@@ -78,6 +129,9 @@ class Way:
 
     Attributes:
         prefill_policy, decode_policy: each pool's own.
+        gate: admits requests.
+        tracer: None when nobody wants spans.
+        name_instances: whether answers say which instances made them.
     """
 
     fleet: Fleet
@@ -85,118 +139,119 @@ class Way:
     prefill_policy: Policy
     decode_policy: Policy
     metrics: Metrics
+    gate: Gate
+    tracer: Tracer | None = None
+    name_instances: bool = True
 
 
-@dataclass(frozen=True)
-class EngineAnswer:
-    """A whole answer of an engine, to be passed on as it is."""
+class EngineRefusal(Exception):
+    """An engine answered with an error, which is the client's answer as it is."""
 
-    status: int
-    content_type: bytes
-    body: bytes
+    def __init__(self, answer: Answer) -> None:
+        super().__init__(f"the engine answered {answer.status}")
+        self.answer = answer
+
+
+Deliver = Callable[[Journey, Response, Correction], Awaitable[None]]
+"""Takes the decode server's answer, whose head is in and says 200, to where it belongs."""
 
 
 def choose(journey: Journey, way: Way) -> None:
     """Pick both instances, each pool by its own policy.
 
     Both are known before anything is sent: a prefill without a decode server to go to would only
-    pin blocks.
+    pin blocks. A part of a request comes with its prefill server chosen, when another has computed its prompt.
 
     Raises:
         NoInstance: a pool has none.
     """
     prefills, decodes = way.fleet.usable(Role.PREFILL), way.fleet.usable(Role.DECODE)
-    journey.prefill = way.prefill_policy.pick(prefills)
+    if journey.prefill is None or journey.prefill not in prefills:
+        journey.prefill = way.prefill_policy.pick(prefills)
     journey.decode = way.decode_policy.pick(decodes)
     journey.state = State.ADMITTED
 
 
-async def prefill(journey: Journey, way: Way) -> Ticket | EngineAnswer | None:
+def open_leg(journey: Journey, way: Way, instance: ProxyInstance, body: bytes) -> Leg:
+    """One leg on *instance*, to be entered; with a span of its own when somebody traces."""
+    headers, span = journey.headers, None
+    if way.tracer is not None:
+        span, headers = way.tracer.leg(journey.span, instance, headers)
+    return way.upstream.post(instance, journey.request.target, headers, body, span)
+
+
+async def prefill(journey: Journey, way: Way) -> Prefilled:
     """Run the prefill leg.
 
-    Returns:
-        The ticket; None when the server answered without one; or its refusal, which is the client's answer.
-
     Raises:
-        ProxyError: it broke off, took too long or cannot be reached.
+        EngineRefusal: the server answered with an error.
+        ProxyError: it broke off, failed, took too long or cannot be reached.
     """
-    instance = journey.prefill
+    instance, times = journey.prefill, journey.times
     assert instance is not None
     journey.state = State.PREFILLING
-    body = orjson.dumps(legs.prefill_leg(journey.body, legs.RULES[journey.request.path]))
-    async with way.upstream.post(instance, journey.request.target, journey.headers, body) as response:
+    body = legs.written(legs.prefill_leg(journey.body, journey.rules))
+    times.prefill_sent = time.monotonic()
+    async with open_leg(journey, way, instance, body) as response:
         # Read to the end, also of a refusal: only then can the connection be used again.
-        answer = await read_answer(response)
-    way.metrics.prefill_seconds.observe(time.monotonic() - journey.arrived)
-    if answer.status != 200:
-        return answer
+        if response.status != 200:
+            raise EngineRefusal(await read_answer(response))
+        raw = await read_body(response)
+    times.prefilled = time.monotonic()
+    if failed(raw):
+        raise ProxyError(502, "the prefill server failed while it computed the prompt")
     try:
-        ticket = Ticket.from_answer(orjson.loads(answer.body), time.monotonic())
+        value = orjson.loads(raw)
     except orjson.JSONDecodeError as error:
         raise ProxyError(502, "the prefill server's answer is not JSON") from error
+    ticket = Ticket.from_answer(value, times.prefilled)
     if ticket is not None:
         journey.state = State.HANDED_OFF
-    return ticket
+    if journey.on_prefilled is not None:
+        journey.on_prefilled()
+    return Prefilled(ticket, value if isinstance(value, dict) else {})
 
 
-async def decode(journey: Journey, way: Way, ticket: Ticket | None, responder: Responder) -> int:
-    """Run the decode leg and pass its answer on; the status that the client got.
+async def decode(journey: Journey, way: Way, prefilled: Prefilled, deliver: Deliver) -> None:
+    """Run the decode leg and deliver its answer.
 
     Raises:
-        ProxyError: it broke off, took too long or cannot be reached, and nothing was sent to the client.
+        EngineRefusal: the server answered with an error.
+        ProxyError: it broke off, failed, took too long or cannot be reached.
     """
-    instance = journey.decode
+    instance, times = journey.decode, journey.times
     assert instance is not None
-    body = legs.decode_bytes(journey.request.body, journey.body, ticket)
-    async with way.upstream.post(instance, journey.request.target, journey.headers, body) as response:
+    raw = journey.raw
+    scored = legs.asks_prompt_scores(journey.body, journey.rules)
+    if scored:
+        raw = legs.written(legs.without_prompt_scores(journey.body, journey.rules))
+    body = legs.decode_bytes(raw, prefilled.ticket)
+    times.decode_sent = time.monotonic()
+    async with open_leg(journey, way, instance, body) as response:
         journey.state = State.DECODING
-        way.metrics.first_byte_seconds.observe(time.monotonic() - journey.arrived)
-        if ticket is not None and response.status == 200:
+        times.decode_head = time.monotonic()
+        if response.status != 200:
+            raise EngineRefusal(await read_answer(response))
+        if prefilled.ticket is not None:
             way.metrics.handed_off.inc()
-        content_type = response.header(b"content-type") or b"application/json"
-        if response.status == 200 and content_type.startswith(b"text/event-stream"):
-            responder.start(200, journey.answer_head(content_type))
-            journey.state = State.STREAMING
-            await stream(response, way, responder)
-        else:
-            answer = await read_answer(response)
-            whole = without_ticket(answer.body) if answer.status == 200 else answer.body
-            responder.send(answer.status, journey.answer_head(content_type), whole)
-        return response.status
+        await deliver(journey, response, Correction(journey.rules, journey.body, prefilled, scored))
 
 
-async def read_answer(response: Response) -> EngineAnswer:
-    """An engine's answer, whole."""
-    return EngineAnswer(response.status, response.header(b"content-type") or b"application/json", await response.read())
+async def prefill_alone(journey: Journey, way: Way) -> Answer:
+    """Have the prefill server answer the client's own body: nothing is to be generated, so nothing is handed over.
 
-
-async def stream(response: Response, way: Way, responder: Responder) -> None:
-    """Pass the stream on as it comes, in callbacks; a slow client holds the engine back.
-
-    One that breaks ends with an error event and no [DONE].
+    Raises:
+        EngineRefusal: the server answered with an error.
+        ProxyError: it broke off, took too long or cannot be reached.
     """
-    responder.on_pause, responder.on_resume = response.pause, response.resume
-    if responder.paused:
-        response.pause()
-    try:
-        await response.feed(responder.write)
-    except Broken:
-        way.metrics.stream_errors.inc()
-        broken = ProxyError(502, "the decode server broke off its answer")
-        # A line may be half out: the blank line ends it, so that the event stands alone.
-        responder.write(b"\n\n" + broken.event())
-    responder.end()
-
-
-def without_ticket(body: bytes) -> bytes:
-    """An answer for the client: a ticket in it would name hosts and blocks."""
-    if _TICKET_BYTES not in body or _NO_TICKET in body:
-        return body
-    try:
-        answer = orjson.loads(body)
-    except orjson.JSONDecodeError as error:
-        raise ProxyError(502, "the decode server's answer is not JSON") from error
-    if not isinstance(answer, dict) or answer.get(TICKET_KEY) is None:
-        return body
-    del answer[TICKET_KEY]
-    return orjson.dumps(answer)
+    choose(journey, way)
+    instance = journey.prefill
+    assert instance is not None
+    journey.state, journey.decode = State.PREFILLING, None
+    journey.times.prefill_sent = time.monotonic()
+    async with open_leg(journey, way, instance, journey.raw) as response:
+        answer = await read_answer(response)
+    journey.times.prefilled = time.monotonic()
+    if answer.status != 200:
+        raise EngineRefusal(answer)
+    return answer

@@ -1,20 +1,31 @@
 """What each leg is sent: pure functions from the client's body to a leg's body.
 
 One table for all endpoints says what the prefill leg caps, drops and adds; the decode leg is the
-client's body, untouched but for the ticket.
+client's body, untouched but for the ticket and for what only the prefill server can answer.
 """
 
 from __future__ import annotations
 
+import enum
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import orjson
 
-from baton.proxy.ticket import ASK, TICKET_KEY, Ticket
+from baton.proxy.ticket import ASK, DOORS, TICKET_KEY, TRUSTED_KEYS, Ticket, holds_trusted, without_trusted
 
 Body = Mapping[str, Any]
+
+
+class Style(enum.Enum):
+    """Whose words an endpoint speaks: in its usage, its errors, and at the end of its streams."""
+
+    OPENAI = "openai"
+    RESPONSES = "responses"
+    ANTHROPIC = "anthropic"
 
 
 @dataclass(frozen=True)
@@ -28,6 +39,10 @@ class Rules:
         added: what makes that token the last whatever it is: a request that ends by a stop frees its blocks
             and gives no ticket.
         inside: the object within the body that holds these fields; None for the body itself.
+        style: whose words it speaks.
+        lists: whether ``prompt`` may be a list of prompts.
+        echoes: whether ``echo`` with ``logprobs`` asks for the prompt's.
+        ends: how the last event of a whole stream begins.
     """
 
     caps: tuple[str, ...]
@@ -35,16 +50,36 @@ class Rules:
     dropped: frozenset[str]
     added: Mapping[str, Any]
     inside: str | None = None
+    style: Style = Style.OPENAI
+    lists: bool = False
+    echoes: bool = False
+    ends: tuple[bytes, ...] = (b"data: [DONE]",)
 
 
 # min_tokens above the cap is an error; several samples would pin several copies of the blocks.
 _SAMPLING = frozenset(
-    {"min_tokens", "stop", "stop_token_ids", "n", "best_of", "use_beam_search", "logprobs", "top_logprobs"}
+    {"min_tokens", "stop", "stop_token_ids", "n", "best_of", "use_beam_search", "logprobs", "top_logprobs", "echo"}
 )
 # An error without stream.
 _STREAM = frozenset({"stream_options"})
+LONG_BODY = 16 << 10
+LONG_VALUE = 4 << 10
+_SHALLOW = msgspec.json.Decoder(dict[str, msgspec.Raw])
+# Objects that may hold what only the proxy may say, or the sampling fields.
+_LOOKED_INTO = frozenset({*DOORS, *TRUSTED_KEYS})
+_EMPTY = re.compile(rb"\s*\}")
+PROMPT_SCORES = ("prompt_logprobs", "prompt_logprob_token_ids")
+"""What asks for the logits of the prompt, which only the prefill server sees."""
 
 COMPLETIONS = Rules(
+    caps=("max_tokens", "max_completion_tokens"),
+    cap="max_tokens",
+    dropped=_SAMPLING | _STREAM,
+    added={"ignore_eos": True},
+    lists=True,
+    echoes=True,
+)
+CHAT = Rules(
     caps=("max_tokens", "max_completion_tokens"),
     cap="max_tokens",
     dropped=_SAMPLING | _STREAM,
@@ -52,15 +87,24 @@ COMPLETIONS = Rules(
 )
 RULES: Mapping[str, Rules] = {
     "/v1/completions": COMPLETIONS,
-    "/v1/chat/completions": COMPLETIONS,
+    "/v1/chat/completions": CHAT,
     "/v1/responses": Rules(
         caps=("max_output_tokens",),
         cap="max_output_tokens",
         # "include" may ask for logprobs, which must not be asked for alone.
         dropped=_SAMPLING | _STREAM | {"include"},
         added={"ignore_eos": True, "store": False},
+        style=Style.RESPONSES,
+        ends=(b"event: response.completed", b"event: response.incomplete", b"event: response.failed"),
     ),
-    "/v1/messages": Rules(caps=("max_tokens",), cap="max_tokens", dropped=frozenset({"stop_sequences"}), added={}),
+    "/v1/messages": Rules(
+        caps=("max_tokens",),
+        cap="max_tokens",
+        dropped=frozenset({"stop_sequences"}),
+        added={},
+        style=Style.ANTHROPIC,
+        ends=(b"event: message_stop",),
+    ),
     "/inference/v1/generate": Rules(
         caps=("max_tokens",),
         cap="max_tokens",
@@ -84,31 +128,116 @@ class Refused(ValueError):
         self.param = param
 
 
-def check(body: Any, rules: Rules = COMPLETIONS) -> Body:
-    """*body*, when it can be handed over.
+def parse(raw: bytes) -> tuple[dict[str, Any], bytes]:
+    """A client's body as an object, and the bytes that say the same and may reach an engine.
+
+    These are the client's own unless it said what only the proxy may say. In a long body a long value stays as
+    it was written (an ``orjson.Fragment``): a prompt passes through, and to read it costs more than all else.
 
     Raises:
-        Refused: it is no object, or asks for what one ticket cannot carry.
+        Refused: it is no JSON object.
     """
+    body = _loads(raw) if len(raw) < LONG_BODY else _loads_long(raw)
     if not isinstance(body, dict):
         raise Refused(f"the body must be a JSON object, not {type(body).__name__}")
-    fields = body if rules.inside is None else body.get(rules.inside) or {}
-    if not isinstance(fields, dict):
-        raise Refused(f"{rules.inside} must be a JSON object, not {type(fields).__name__}", rules.inside)
-    if (fields.get("n") or 1) != 1:
-        raise Refused(f"n={fields['n']!r} is not supported with disaggregated serving: send n requests", "n")
+    if holds_trusted(body):
+        body = without_trusted(body)
+        raw = written(body)
+    return body, raw
+
+
+def written(body: Body) -> bytes:
+    """A body as bytes.
+
+    Raises:
+        Refused: it is nested too deep.
+    """
+    try:
+        return orjson.dumps(body)
+    except orjson.JSONEncodeError as error:
+        raise Refused(f"the body cannot be written again: {error}") from error
+
+
+def _loads(raw: bytes) -> Any:
+    try:
+        return orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        raise Refused(f"the body is not JSON: {error}") from error
+
+
+def _loads_long(raw: bytes) -> Any:
+    # Half a surrogate pair is no text, and only shows when the text is read.
+    if b"\\ud" in raw or b"\\uD" in raw:
+        return _loads(raw)
+    try:
+        if not raw.isascii():
+            raw.decode()
+        pieces = _SHALLOW.decode(raw)
+    except (UnicodeDecodeError, msgspec.DecodeError, RecursionError) as error:
+        _loads(raw)
+        raise Refused(f"the body is not JSON: {error}") from error
+    return {
+        name: orjson.Fragment(piece)
+        if len(piece) > LONG_VALUE and name not in _LOOKED_INTO and not (name == "prompt" and piece.startswith(b"["))
+        else _loads(piece)
+        for name, value in pieces.items()
+        for piece in (bytes(value),)
+    }
+
+
+def check(body: Body, rules: Rules) -> None:
+    """Refuse what cannot be handed over.
+
+    Raises:
+        Refused: the field at fault by name.
+    """
+    fields = fields_of(body, rules)
+    samples = fields.get("n")
+    if samples is not None and (not isinstance(samples, int) or samples < 1):
+        raise Refused(f"n must be an integer of at least 1, not {samples!r}", "n")
     if fields.get("best_of") not in (None, 1) or fields.get("use_beam_search"):
         raise Refused("best_of and beam search are not supported with disaggregated serving", "best_of")
-    prompt = body.get("prompt")
-    if isinstance(prompt, list) and len(prompt) > 1 and not all(isinstance(token, int) for token in prompt):
-        raise Refused("a list of prompts is not supported with disaggregated serving: send one request each", "prompt")
     if body.get("background"):
         raise Refused("background is not supported with disaggregated serving", "background")
-    for name in ("echo", "prompt_logprobs"):
-        # The decode server never sees the prompt's logits; an answer without them would be a wrong one.
-        if fields.get(name) is not None and fields[name] is not False:
-            raise Refused(f"{name} is not supported with disaggregated serving", name)
-    return body
+    echo = fields.get("echo")
+    if echo is not None and not isinstance(echo, bool):
+        raise Refused(f"echo must be true or false, not {echo!r}", "echo")
+    if body.get("stream"):
+        for name in PROMPT_SCORES:
+            if fields.get(name) is not None:
+                raise Refused(f"{name} is not available with stream", name)
+
+
+def fields_of(body: Body, rules: Rules) -> Body:
+    """The object that holds the sampling fields.
+
+    Raises:
+        Refused: it is none.
+    """
+    if rules.inside is None:
+        return body
+    fields = body.get(rules.inside) or {}
+    if not isinstance(fields, dict):
+        raise Refused(f"{rules.inside} must be a JSON object, not {type(fields).__name__}", rules.inside)
+    return fields
+
+
+def echoes_scores(body: Body, rules: Rules) -> bool:
+    """Whether the prompt is to come back with its logprobs."""
+    return rules.echoes and bool(body.get("echo")) and body.get("logprobs") is not None
+
+
+def asks_prompt_scores(body: Body, rules: Rules) -> bool:
+    """Whether a part of the answer is the prefill server's to give: the decode server has no logits of the prompt."""
+    if echoes_scores(body, rules):
+        return True
+    fields = fields_of(body, rules)
+    return any(fields.get(name) is not None for name in PROMPT_SCORES)
+
+
+def generates_nothing(body: Body, rules: Rules) -> bool:
+    """Whether only the prompt is wanted: prefill's answer is all of it."""
+    return rules.echoes and bool(body.get("echo")) and body.get("max_tokens") == 0
 
 
 def prefill_leg(body: Body, rules: Rules = COMPLETIONS) -> dict[str, Any]:
@@ -117,9 +246,11 @@ def prefill_leg(body: Body, rules: Rules = COMPLETIONS) -> dict[str, Any]:
         leg = _one_token(body, rules)
     else:
         leg = {name: value for name, value in body.items() if name not in _STREAM}
-        leg[rules.inside] = _one_token(body.get(rules.inside) or {}, rules)
+        leg[rules.inside] = _one_token(fields_of(body, rules), rules)
+    if echoes_scores(body, rules):
+        leg["echo"], leg["logprobs"] = True, body["logprobs"]
     leg["stream"] = False
-    leg[TICKET_KEY] = dict(ASK)
+    leg[TICKET_KEY] = ASK
     return leg
 
 
@@ -130,29 +261,24 @@ def _one_token(fields: Body, rules: Rules) -> dict[str, Any]:
     return {**made, **rules.added}
 
 
-def decode_leg(body: Body, ticket: Ticket | None) -> dict[str, Any]:
-    """The body for the decode server: the client's own, with the ticket.
-
-    Without a ticket the decode server computes the prompt itself. A ticket that the client
-    sent is dropped in any case: it would name hosts and blocks.
-    """
-    leg = {name: value for name, value in body.items() if name != TICKET_KEY}
-    if ticket is not None:
-        leg[TICKET_KEY] = dict(ticket.params)
-    return leg
+def without_prompt_scores(body: Body, rules: Rules) -> dict[str, Any]:
+    """The body for the decode server when the prefill server answers for the prompt."""
+    taken = {*PROMPT_SCORES, "echo"} if rules.echoes else set(PROMPT_SCORES)
+    if rules.inside is None:
+        return {name: value for name, value in body.items() if name not in taken}
+    kept = {name: value for name, value in fields_of(body, rules).items() if name not in taken}
+    return {**body, rules.inside: kept}
 
 
-def decode_bytes(raw: bytes, body: Body, ticket: Ticket | None) -> bytes:
-    """:func:`decode_leg` as bytes: the client's own, to the letter, with the ticket in front.
+def decode_bytes(raw: bytes, ticket: Ticket | None) -> bytes:
+    """The body for the decode server: the client's own, to the letter, with the ticket in front.
 
     Args:
-        raw: what the client sent, of which *body* is the parsed form.
-        body: as checked.
-        ticket: what prefill gave.
+        raw: an object, as :func:`parse` gave it.
+        ticket: what prefill gave; without one the decode server computes the prompt itself.
     """
-    if TICKET_KEY in body or not body:
-        return orjson.dumps(decode_leg(body, ticket))
     if ticket is None:
         return raw
     start = raw.index(b"{") + 1
-    return b'{"%b":%b,%b' % (TICKET_KEY.encode(), orjson.dumps(ticket.params), raw[start:])
+    comma = b"" if _EMPTY.match(raw, start) else b","
+    return b'{"%b":%b%b%b' % (TICKET_KEY.encode(), orjson.dumps(ticket.params), comma, raw[start:])

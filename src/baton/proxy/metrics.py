@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
+from typing import Protocol
 
-from prometheus_client import CollectorRegistry, Counter, generate_latest
-from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
+from baton.proxy.admission import Gate
 from baton.proxy.fleet import Fleet
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+PARTS = ("queue", "prefill", "hand_off", "first_token", "overhead")
+"""What the time to the first token of a stream is made of; together they are all of it."""
 
 
 class Seconds:
@@ -21,9 +26,7 @@ class Seconds:
     One thread counts and another may scrape: a count that is one behind is the worst that can be seen.
     """
 
-    def __init__(self, name: str, documentation: str) -> None:
-        self.name = name
-        self.documentation = documentation
+    def __init__(self) -> None:
         self._counts = [0] * (len(_SECONDS) + 1)
         self._sum = 0.0
 
@@ -31,83 +34,171 @@ class Seconds:
         self._counts[bisect_left(_SECONDS, seconds)] += 1
         self._sum += seconds
 
-    def family(self) -> HistogramMetricFamily:
+    def add_to(self, family: HistogramMetricFamily, labels: Sequence[str]) -> None:
         """The counts so far, cumulative as Prometheus has them."""
         bounds = [*map(str, _SECONDS), "+Inf"]
-        buckets = list(zip(bounds, accumulate(self._counts), strict=True))
-        family = HistogramMetricFamily(self.name, self.documentation)
-        family.add_metric([], buckets, self._sum)
+        family.add_metric(labels, list(zip(bounds, accumulate(self._counts), strict=True)), self._sum)
+
+
+class Count:
+    """A counter that costs a dictionary's access, for the same reason."""
+
+    def __init__(self, name: str, documentation: str, labels: Sequence[str] = ()) -> None:
+        self._name = name
+        self._documentation = documentation
+        self._labels = labels
+        self._values: dict[tuple[str, ...], int] = {} if labels else {(): 0}
+
+    def inc(self, *values: str) -> None:
+        self._values[values] = self._values.get(values, 0) + 1
+
+    def family(self) -> CounterMetricFamily:
+        family = CounterMetricFamily(self._name, self._documentation, labels=self._labels)
+        for values, count in list(self._values.items()):
+            family.add_metric(values, count)
         return family
 
 
-class _HistogramCollector(Collector):
-    def __init__(self, histograms: Sequence[Seconds]) -> None:
-        self._histograms = histograms
+class Marks(Protocol):
+    """When a request passed each mark (see :class:`baton.proxy.journey.Times`)."""
 
-    def collect(self) -> Iterator[Metric]:
-        for histogram in self._histograms:
-            yield histogram.family()
+    arrived: float
+    admitted: float
+    prefill_sent: float
+    prefilled: float
+    decode_sent: float
+    decode_head: float
+    first_event: float
 
 
-class _FleetCollector(Collector):
-    """Gauges read off the fleet when they are asked for, so that they cannot drift."""
+class Metrics(Collector):
+    """One registry a proxy, and what is counted by hand since it is counted often."""
 
-    def __init__(self, fleet: Fleet) -> None:
+    def __init__(self, fleet: Fleet, gate: Gate) -> None:
         self._fleet = fleet
+        self._gate = gate
+        self.registry = CollectorRegistry()
+        self.request_seconds = Seconds()
+        self.prefill_seconds = Seconds()
+        self.inter_token_seconds = Seconds()
+        self.ttft_seconds = Seconds()
+        self.parts = {part: Seconds() for part in PARTS}
+        self.registry.register(self)
+        self.requests = Count(
+            "baton_requests",
+            "Requests by endpoint and the status they were answered with; a stream that broke has its error's",
+            ["endpoint", "status"],
+        )
+        self.failed = Count(
+            "baton_failed_requests", "Requests that ended with an error, by the state they were in", ["state"]
+        )
+        self.cancelled = Count(
+            "baton_cancelled_requests", "Requests whose client left, by the state they were in", ["state"]
+        )
+        self.without_ticket = Count(
+            "baton_prefill_without_ticket",
+            "Requests that prefill answered without a ticket: decode computed the prompt",
+        )
+        self.handed_off = Count("baton_handed_off", "Tickets that a decode server accepted")
+        self.stream_errors = Count("baton_stream_errors", "Streams that broke after their head")
+
+    def request(self, endpoint: str, status: int, seconds: float) -> None:
+        """Count one answered request."""
+        self.requests.inc(endpoint, str(status))
+        self.request_seconds.observe(seconds)
+
+    def split(self, times: Marks) -> None:
+        """Count where the time of one request went until its first token."""
+        if not times.prefilled:
+            return
+        prefill = times.prefilled - times.prefill_sent
+        self.prefill_seconds.observe(prefill)
+        if not times.first_event:
+            return
+        queue = times.admitted - times.arrived
+        hand_off = times.decode_head - times.decode_sent
+        first_token = times.first_event - times.decode_head
+        whole = times.first_event - times.arrived
+        self.ttft_seconds.observe(whole)
+        parts = self.parts
+        parts["queue"].observe(queue)
+        parts["prefill"].observe(prefill)
+        parts["hand_off"].observe(hand_off)
+        parts["first_token"].observe(first_token)
+        parts["overhead"].observe(whole - queue - prefill - hand_off - first_token)
 
     def collect(self) -> Iterator[Metric]:
+        """Histograms, and gauges read off their owners when they are asked for, so that they cannot drift."""
+        for count in (
+            self.requests,
+            self.failed,
+            self.cancelled,
+            self.without_ticket,
+            self.handed_off,
+            self.stream_errors,
+        ):
+            yield count.family()
+        for name, documentation, seconds in (
+            ("baton_request_seconds", "From arrival to the last byte", self.request_seconds),
+            ("baton_prefill_seconds", "The prefill leg, from its dispatch to its answer", self.prefill_seconds),
+            ("baton_ttft_seconds", "Streams: from arrival to the first event", self.ttft_seconds),
+            ("baton_inter_token_seconds", "Streams: between two reads of events", self.inter_token_seconds),
+        ):
+            family = HistogramMetricFamily(name, documentation)
+            seconds.add_to(family, [])
+            yield family
+        split = HistogramMetricFamily(
+            "baton_ttft_part_seconds", "Streams: the parts of baton_ttft_seconds", labels=["part"]
+        )
+        for part, seconds in self.parts.items():
+            seconds.add_to(split, [part])
+        yield split
         labels = ["role", "instance"]
         usable = GaugeMetricFamily("baton_instance_usable", "1 when the instance is usable", labels=labels)
-        in_flight = GaugeMetricFamily("baton_instance_in_flight", "Requests on the instance now", labels=labels)
+        in_flight = GaugeMetricFamily("baton_in_flight", "Requests on the instance now", labels=labels)
         for instance in self._fleet:
             values = [str(instance.endpoint.role), instance.endpoint.authority]
             usable.add_metric(values, float(instance.usable))
             in_flight.add_metric(values, instance.in_flight)
         yield usable
         yield in_flight
+        yield GaugeMetricFamily("baton_active_requests", "Requests under way", value=self._gate.active)
+        yield GaugeMetricFamily("baton_queued_requests", "Requests in line for a place", value=self._gate.waiting)
+
+    def render(self, others: Iterable[bytes] = ()) -> bytes:
+        """The text of all metrics, with those of other workers added.
+
+        Args:
+            others: what their own :meth:`render` gave.
+        """
+        own = generate_latest(self.registry)
+        texts = [own, *others]
+        return own if len(texts) == 1 else generate_latest(_Sum(texts))
 
 
-class Metrics:
-    """One registry a proxy."""
+class _Sum:
+    """The metrics of several workers as one: counts are added, and an instance is usable when all find it so."""
 
-    def __init__(self, fleet: Fleet) -> None:
-        self.registry = CollectorRegistry()
-        self.registry.register(_FleetCollector(fleet))
-        # Looking a label up costs more than counting.
-        self._by_status: dict[tuple[str, int], Counter] = {}
-        self.requests = Counter(
-            "baton_requests",
-            "Requests by endpoint and the status they were answered with",
-            ["endpoint", "status"],
-            registry=self.registry,
-        )
-        self.without_ticket = Counter(
-            "baton_prefill_without_ticket",
-            "Requests that prefill answered without a ticket: decode computed the prompt",
-            registry=self.registry,
-        )
-        self.handed_off = Counter(
-            "baton_handed_off", "Requests whose ticket a decode server accepted", registry=self.registry
-        )
-        self.stream_errors = Counter(
-            "baton_stream_errors", "Streams that broke after their first byte", registry=self.registry
-        )
-        self.prefill_seconds = Seconds("baton_prefill_seconds", "From arrival to the prefill server's answer")
-        self.first_byte_seconds = Seconds(
-            "baton_first_byte_seconds", "From arrival to the head of the decode server's answer"
-        )
-        self.request_seconds = Seconds("baton_request_seconds", "From arrival to the last byte")
-        histograms = (self.prefill_seconds, self.first_byte_seconds, self.request_seconds)
-        self.registry.register(_HistogramCollector(histograms))
+    def __init__(self, texts: Sequence[bytes]) -> None:
+        self._texts = texts
 
-    def request(self, endpoint: str, status: int, seconds: float) -> None:
-        """Count one answered request."""
-        key = (endpoint, status)
-        counter = self._by_status.get(key)
-        if counter is None:
-            counter = self._by_status[key] = self.requests.labels(endpoint, status)
-        counter.inc()
-        self.request_seconds.observe(seconds)
-
-    def render(self) -> bytes:
-        return generate_latest(self.registry)
+    def collect(self) -> Iterator[Metric]:
+        families: dict[str, Metric] = {}
+        values: dict[str, dict[tuple[str, tuple[tuple[str, str], ...]], float]] = {}
+        for text in self._texts:
+            for family in text_string_to_metric_families(text.decode()):
+                families.setdefault(family.name, family)
+                known = values.setdefault(family.name, {})
+                for sample in family.samples:
+                    key = (sample.name, tuple(sorted(sample.labels.items())))
+                    if key not in known:
+                        known[key] = sample.value
+                    elif family.name == "baton_instance_usable":
+                        known[key] = min(known[key], sample.value)
+                    else:
+                        known[key] += sample.value
+        for name, family in families.items():
+            made = Metric(name, family.documentation, family.type)
+            for (sample_name, labels), value in values[name].items():
+                made.add_sample(sample_name, dict(labels), value)
+            yield made

@@ -11,6 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 TICKET_KEY = "kv_transfer_params"
+TRUSTED_KEYS = (TICKET_KEY, "ec_transfer_params")
+"""What an engine believes without asking: it names hosts, ports and blocks. Only the proxy may say it."""
+
+DOORS = ("vllm_xargs", "extra_args", "sampling_params")
+"""Objects within a body whose keys an engine takes for the same."""
 
 ASK: Mapping[str, Any] = {
     "do_remote_decode": True,
@@ -46,3 +51,19 @@ class Ticket:
         if not isinstance(params, dict) or not params.get("do_remote_prefill"):
             return None
         return cls(params, now)
+
+
+def holds_trusted(body: Mapping[str, Any]) -> bool:
+    """Whether a client's body says what only the proxy may say."""
+    return any(key in body for key in TRUSTED_KEYS) or any(
+        isinstance(inner := body.get(door), dict) and holds_trusted(inner) for door in DOORS
+    )
+
+
+def without_trusted(body: Mapping[str, Any]) -> dict[str, Any]:
+    """A client's body without it."""
+    return {
+        key: without_trusted(value) if key in DOORS and isinstance(value, dict) else value
+        for key, value in body.items()
+        if key not in TRUSTED_KEYS
+    }

@@ -3,15 +3,82 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+import ssl
+import zlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 from baton.http import Broken, ClientError, ConnectFailed, Exchange, Header, Origin, Pool, Response, Timeouts, TooSlow
 from baton.proxy.errors import ProxyError
 from baton.proxy.fleet import Fleet, ProxyInstance
+from baton.proxy.tracing import Span
 
 PROBE_SECONDS = 2.0
 SWEEP_SECONDS = 1.0
 _JSON = (b"content-type", b"application/json")
+_TYPE = b"content-type"
+# What an engine's answer says to the client besides its body; framing is our own.
+_PASSED = frozenset((_TYPE, b"retry-after", b"www-authenticate"))
+_PASSED_FAMILY = b"x-ratelimit-"
+_WINDOW_BITS = {b"gzip": 31, b"x-gzip": 31, b"deflate": 15}
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A whole answer, of an engine or our own.
+
+    Attributes:
+        headers: an engine's that the client gets too; our own.
+        body: without any content coding.
+    """
+
+    status: int
+    headers: list[Header]
+    body: bytes
+
+
+def passed_headers(response: Response) -> list[Header]:
+    """The headers of an engine's answer that are the client's too; with a content type in any case."""
+    made = [pair for pair in response.headers if pair[0] in _PASSED or pair[0].startswith(_PASSED_FAMILY)]
+    return made if response.header(_TYPE) is not None else [_JSON, *made]
+
+
+def decoder(response: Response) -> Callable[[bytes], bytes] | None:
+    """What undoes the content coding of an answer, piece by piece; None when there is none.
+
+    Nobody asks engines for one, but whoever stands between may add it, and what is put right must be readable.
+
+    Raises:
+        ProxyError: 502, it is one that nobody knows.
+    """
+    coding = response.header(b"content-encoding")
+    if coding is None or coding.lower() == b"identity":
+        return None
+    bits = _WINDOW_BITS.get(coding.lower())
+    if bits is None:
+        raise ProxyError(502, "the engine's answer is compressed in a way that was not asked for")
+    return zlib.decompressobj(bits).decompress
+
+
+async def read_answer(response: Response) -> Answer:
+    """An engine's answer, whole.
+
+    Raises:
+        Broken: it ended early.
+        ProxyError: 502, its content coding is unknown or wrong.
+    """
+    return Answer(response.status, passed_headers(response), await read_body(response))
+
+
+async def read_body(response: Response) -> bytes:
+    """Its body alone, without any content coding."""
+    body, decode = await response.read(), decoder(response)
+    if decode is None:
+        return body
+    try:
+        return decode(body)
+    except zlib.error as error:
+        raise ProxyError(502, "the engine's answer is not compressed as it says") from error
 
 
 class Leg:
@@ -21,11 +88,14 @@ class Leg:
     entered twice for every request.
     """
 
-    __slots__ = ("_deadline", "_exchange", "_instance")
+    __slots__ = ("_deadline", "_exchange", "_instance", "_span")
 
-    def __init__(self, instance: ProxyInstance, exchange: Exchange, timeout_seconds: float | None) -> None:
+    def __init__(
+        self, instance: ProxyInstance, exchange: Exchange, timeout_seconds: float | None, span: Span | None
+    ) -> None:
         self._instance = instance
         self._exchange = exchange
+        self._span = span
         self._deadline = None if timeout_seconds is None else asyncio.timeout(timeout_seconds)
 
     async def __aenter__(self) -> Response:
@@ -36,6 +106,8 @@ class Leg:
             return await self._exchange.__aenter__()
         except BaseException as error:
             self._instance.in_flight -= 1
+            if self._span is not None:
+                self._span.end(error)
             if self._deadline is not None:
                 await self._end_deadline(error)
             self._explain(error)
@@ -44,6 +116,8 @@ class Leg:
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, at: object) -> None:
         self._instance.in_flight -= 1
         await self._exchange.__aexit__(kind, error, at)
+        if self._span is not None:
+            self._span.end(error)
         if self._deadline is not None:
             await self._end_deadline(error)
         if error is not None:
@@ -76,15 +150,26 @@ class Upstream:
     Args:
         fleet: whose instances they are.
         timeout_seconds: for one leg from start to end; None waits as long as the client does.
+        tls: for those that are reached by https.
     """
 
-    def __init__(self, fleet: Fleet, timeout_seconds: float | None = None) -> None:
+    def __init__(self, fleet: Fleet, timeout_seconds: float | None = None, tls: ssl.SSLContext | None = None) -> None:
         self._timeout = timeout_seconds
         self._pools = {
-            instance.id: Pool(Origin(instance.endpoint.host, instance.endpoint.port), Timeouts()) for instance in fleet
+            each.id: Pool(
+                Origin(each.endpoint.host, each.endpoint.port, tls if each.endpoint.tls else None), Timeouts()
+            )
+            for each in fleet
         }
 
-    def post(self, instance: ProxyInstance, path: bytes, headers: Iterable[Header], body: bytes) -> Leg:
+    def post(
+        self,
+        instance: ProxyInstance,
+        path: bytes,
+        headers: Iterable[Header],
+        body: bytes,
+        span: Span | None = None,
+    ) -> Leg:
         """One leg, to be entered with ``async with``: gives the engine's response once its head is in.
 
         Leaving it before the body is read closes the connection, which aborts the request on the engine. While it
@@ -92,19 +177,11 @@ class Upstream:
             ProxyError: 503 the engine cannot be reached, 502 it broke off, 504 it took too long.
         """
         exchange = self._pools[instance.id].request(b"POST", path, [_JSON, *headers], body)
-        return Leg(instance, exchange, self._timeout)
+        return Leg(instance, exchange, self._timeout, span)
 
-    async def get(self, instance: ProxyInstance, path: bytes, headers: Iterable[Header]) -> tuple[int, bytes, bytes]:
-        """Status, content type and body of a GET.
-
-        Raises:
-            ProxyError: 502, the engine did not answer.
-        """
-        try:
-            async with self._pools[instance.id].request(b"GET", path, headers) as response:
-                return response.status, response.header(b"content-type") or b"application/json", await response.read()
-        except ClientError as error:
-            raise ProxyError(502, f"the {instance.endpoint.role} server did not answer") from error
+    def get(self, instance: ProxyInstance, path: bytes, headers: Iterable[Header]) -> Leg:
+        """The same for a GET."""
+        return Leg(instance, self._pools[instance.id].request(b"GET", path, headers), self._timeout, None)
 
     async def probe(self, fleet: Fleet) -> None:
         """Ask every instance for its health, all at once."""

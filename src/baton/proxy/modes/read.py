@@ -4,28 +4,25 @@ from __future__ import annotations
 
 import logging
 
-from baton.http import Responder
-from baton.proxy.journey import EngineAnswer, Journey, Way, choose, decode, prefill
+from baton.proxy.journey import Deliver, Journey, Way, choose, decode, prefill
 
 logger = logging.getLogger("baton.proxy")
 
 
-async def run_read(journey: Journey, way: Way, responder: Responder) -> int:
-    """One request, whole; the status that the client got.
+async def run_read(journey: Journey, way: Way, deliver: Deliver) -> None:
+    """One request for one answer, whole.
 
     Raises:
         NoInstance: a pool is empty; nothing was sent.
-        ProxyError: a leg failed before the client's head was sent.
+        EngineRefusal: an engine answered with an error.
+        ProxyError: a leg failed.
     """
     # admit
     choose(journey, way)
 
     # prefill
-    outcome = await prefill(journey, way)
-    if isinstance(outcome, EngineAnswer):
-        responder.send(outcome.status, journey.answer_head(outcome.content_type), outcome.body)
-        return outcome.status
-    if outcome is None:
+    prefilled = await prefill(journey, way)
+    if prefilled.ticket is None:
         assert journey.prefill is not None
         way.metrics.without_ticket.inc()
         logger.warning(
@@ -35,4 +32,4 @@ async def run_read(journey: Journey, way: Way, responder: Responder) -> int:
         )
 
     # hand off and decode
-    return await decode(journey, way, outcome, responder)
+    await decode(journey, way, prefilled, deliver)

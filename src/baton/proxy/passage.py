@@ -1,0 +1,74 @@
+"""A decode server's stream on its way to the client: callbacks only, no task switch an event."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from baton.http import EventBuffer, split
+from baton.proxy.answers import Correction
+from baton.proxy.errors import ProxyError, StreamFailed
+from baton.proxy.legs import Rules
+from baton.proxy.metrics import Metrics
+
+MOST_EVENT_BYTES = 64 << 20
+"""An event longer than this is no event."""
+
+
+class Passage:
+    """Passes whole events on as they come, put right where they must be, and watches how the stream ends.
+
+    Args:
+        write: takes the bytes for the client.
+        correction: what must be put right.
+        rules: of the endpoint.
+        metrics: where the time between events is counted.
+
+    Attributes:
+        first_at: when the first event passed, on the monotonic clock; 0 before it.
+        failed: the error that the stream said, in JSON; what comes after it is dropped.
+    """
+
+    __slots__ = ("_buffer", "_correction", "_last", "_metrics", "_rules", "_write", "failed", "first_at", "last_at")
+
+    def __init__(self, write: Callable[[bytes], None], correction: Correction, rules: Rules, metrics: Metrics) -> None:
+        self._write = write
+        self._correction = correction
+        self._rules = rules
+        self._metrics = metrics
+        self._buffer = EventBuffer()
+        self._last = b""
+        self.first_at = 0.0
+        self.last_at = 0.0
+        self.failed: bytes | None = None
+
+    def take(self, piece: bytes) -> None:
+        """One read from the decode server."""
+        run = self._buffer.push(piece)
+        if not run or self.failed is not None:
+            return
+        now = time.monotonic()
+        if self.first_at:
+            self._metrics.inter_token_seconds.observe(now - self.last_at)
+        else:
+            self.first_at = now
+        self.last_at = now
+        if self._correction.concerns(run):
+            run, self.failed = self._correction.run(run)
+            if not run:
+                return
+        self._last = run
+        self._write(run)
+
+    def close(self) -> None:
+        """The stream has come to its end.
+
+        Raises:
+            StreamFailed: it said that it failed.
+            ProxyError: 502, it is not whole.
+        """
+        if self.failed is not None:
+            raise StreamFailed(self.failed)
+        events = list(split(self._last))
+        if self._buffer.rest or not events or not events[-1].startswith(self._rules.ends):
+            raise ProxyError(502, "the decode server ended its answer before it was whole")

@@ -1,0 +1,267 @@
+"""`baton proxy` as a process: workers, Unix sockets, TLS, and running out of file descriptors."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import ssl
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+import psutil
+import pytest
+import trustme
+from aiohttp import web
+
+from baton.cluster import Role
+from tests.proxy.fakes import FakeEngine, hang, until
+
+SECONDS = 60.0
+
+
+@pytest.fixture(autouse=True)
+def loop_kind() -> None:
+    """The loop of the process under test is its own: once will do."""
+
+
+@dataclass
+class Running:
+    """A proxy in a process of its own, and its engines."""
+
+    process: asyncio.subprocess.Process
+    prefill: FakeEngine
+    decode: FakeEngine
+    said: str
+
+    @property
+    def url(self) -> str:
+        return self.said.split("listening on ")[1].split(",")[0]
+
+    def workers(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children()
+
+    async def stop(self) -> int:
+        self.process.send_signal(signal.SIGTERM)
+        async with asyncio.timeout(SECONDS):
+            return await self.process.wait()
+
+
+def free_port() -> int:
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as each:
+        return int(each.getsockname()[1])
+
+
+@contextlib.asynccontextmanager
+async def running(*words: str, descriptors: int | None = None) -> AsyncIterator[Running]:
+    engines = [FakeEngine(role) for role in Role]
+    engines[1].ledger = engines[0].ledger
+    for engine in engines:
+        await engine.start()
+    ports = [str(engine.endpoint.port) for engine in engines]
+    limit = ["prlimit", f"--nofile={descriptors}:{descriptors}"] if descriptors is not None else []
+    process = await asyncio.create_subprocess_exec(
+        *limit,
+        *(sys.executable, "-m", "baton.cli", "proxy", "--prefiller-ports", ports[0], "--decoder-ports", ports[1]),
+        *words,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    try:
+        assert process.stdout is not None
+        async with asyncio.timeout(SECONDS):
+            said = (await process.stdout.readline()).decode()
+        assert "listening on" in said, said
+        yield Running(process, engines[0], engines[1], said)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+        for engine in engines:
+            assert engine.server is not None
+            await engine.server.close()
+
+
+def with_proxy(test: Callable[[Running], Awaitable[None]], *words: str, descriptors: int | None = None) -> None:
+    async def go() -> None:
+        async with running(*words, descriptors=descriptors) as made:
+            await test(made)
+
+    asyncio.run(go())
+
+
+async def ask(url: str, count: int, **options: object) -> list[int]:
+    """The statuses of *count* requests at once, each on a connection of its own."""
+
+    async def one() -> int:
+        async with (
+            aiohttp.ClientSession() as client,
+            client.post(f"{url}/v1/completions", json={"prompt": "a"}) as response,
+        ):
+            await response.read()
+            return response.status
+
+    return await asyncio.gather(*(one() for _ in range(count)))
+
+
+async def takes_connections(url: str) -> bool:
+    try:
+        _, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+    except OSError:
+        return False
+    writer.close()
+    return True
+
+
+def total(metrics: str) -> float:
+    return sum(float(line.split()[-1]) for line in metrics.splitlines() if line.startswith("baton_requests_total"))
+
+
+def test_workers_share_a_port_and_their_counts_add_up() -> None:
+    port = str(free_port())
+
+    async def test(made: Running) -> None:
+        assert made.said.rstrip().endswith("2 workers")
+        assert len(made.workers()) == 2
+        assert set(await ask(made.url, 40)) == {200}
+        async with aiohttp.ClientSession() as client:
+            async with client.get(f"{made.url}/metrics") as response:
+                assert total(await response.text()) == 40
+            # what is under way on one worker shows on any
+            made.prefill.answer = hang
+            asking = [asyncio.ensure_future(ask(made.url, 1)) for _ in range(8)]
+            await until(lambda: len(made.prefill.bodies) == 48)
+            async with client.get(f"{made.url}/instances") as response:
+                rows = (await response.json())["instances"]
+            assert [(row["id"], row["in_flight"], row["usable"]) for row in rows] == [("P0", 8, True), ("D0", 0, True)]
+            for each in asking:
+                each.cancel()
+            await until(lambda: made.prefill.gone == 8)
+
+        async def refused() -> tuple[int, str]:
+            other = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "baton.cli", "proxy", "--port", port, "--workers", "2"),
+                stderr=asyncio.subprocess.PIPE,
+            )
+            _, said = await other.communicate()
+            return other.returncode or 0, said.decode()
+
+        code, said = await refused()
+        assert code == 1 and "ddress already in use" in said
+        workers = made.workers()
+        assert await made.stop() == 0
+        await until(lambda: not any(each.is_running() for each in workers))
+
+    with_proxy(test, "--workers", "2", "--port", port)
+
+
+def test_a_worker_that_dies_is_started_again() -> None:
+    async def test(made: Running) -> None:
+        before = {each.pid for each in made.workers()}
+        victim = min(before)
+        os.kill(victim, signal.SIGKILL)
+        await until(lambda: len({each.pid for each in made.workers()} - before) == 1, SECONDS)
+        await until(lambda: victim not in {each.pid for each in made.workers()}, SECONDS)
+
+        async def both_count() -> bool:
+            await ask(made.url, 4)
+            async with aiohttp.ClientSession() as client, client.get(f"{made.url}/metrics") as response:
+                return total(await response.text()) >= 8
+
+        async with asyncio.timeout(SECONDS):
+            while not await both_count():
+                await asyncio.sleep(0.05)
+
+    with_proxy(test, "--workers", "2", "--port", str(free_port()))
+
+
+def test_workers_end_with_the_process_that_started_them() -> None:
+    async def test(made: Running) -> None:
+        workers = made.workers()
+        made.process.kill()
+        await made.process.wait()
+        await until(
+            lambda: not any(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in workers), SECONDS
+        )
+
+    with_proxy(test, "--workers", "2", "--port", str(free_port()))
+
+
+def test_a_stream_goes_on_while_its_worker_stops() -> None:
+    async def test(made: Running) -> None:
+        free = asyncio.Event()
+
+        async def halting(engine: FakeEngine, request: web.Request, body: dict[str, object]) -> web.StreamResponse:
+            response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+            await response.prepare(request)
+            await response.write(b"data: 1\n\n")
+            await free.wait()
+            await response.write(b"data: [DONE]\n\n")
+            return response
+
+        made.decode.answer = halting
+        async with (
+            aiohttp.ClientSession() as client,
+            client.post(f"{made.url}/v1/completions", json={"prompt": "a", "stream": True}) as response,
+        ):
+            await response.content.readuntil(b"\n\n")
+            made.process.send_signal(signal.SIGINT)
+            stopping = asyncio.ensure_future(made.process.wait())
+            async with asyncio.timeout(SECONDS):
+                while await takes_connections(made.url):
+                    await asyncio.sleep(0.02)
+            assert not stopping.done()
+            free.set()
+            assert await response.read() == b"data: [DONE]\n\n"
+        async with asyncio.timeout(SECONDS):
+            assert await stopping == 0
+
+    with_proxy(test, "--workers", "2", "--port", str(free_port()))
+
+
+def test_a_unix_socket_in_place_of_a_port(tmp_path: Path) -> None:
+    path = tmp_path / "baton.sock"
+
+    async def test(made: Running) -> None:
+        assert f"listening on unix:{path}" in made.said
+        async with (
+            aiohttp.ClientSession(connector=aiohttp.UnixConnector(str(path))) as client,
+            client.post("http://baton/v1/completions", json={"prompt": "a"}) as response,
+        ):
+            assert response.status == 200
+        assert await made.stop() == 0
+
+    with_proxy(test, "--uds", str(path))
+
+
+def test_https_for_clients(tmp_path: Path) -> None:
+    authority = trustme.CA()
+    authority.issue_cert("127.0.0.1").private_key_and_cert_chain_pem.write_to_path(str(tmp_path / "server.pem"))
+    trusting = ssl.create_default_context()
+    authority.configure_trust(trusting)
+
+    async def test(made: Running) -> None:
+        assert made.url.startswith("https://")
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=trusting)) as client:
+            for stream in (False, True):
+                body = {"prompt": "a", "stream": stream}
+                async with client.post(f"{made.url}/v1/completions", json=body) as response:
+                    assert response.status == 200
+                    assert "one" in await response.text()
+
+    with_proxy(test, "--ssl-certfile", str(tmp_path / "server.pem"), "--port", str(free_port()))
+
+
+@pytest.mark.parametrize("worker_count", ["1", "2"])
+def test_an_interrupt_ends_it_with_0(worker_count: str) -> None:
+    async def test(made: Running) -> None:
+        made.process.send_signal(signal.SIGINT)
+        async with asyncio.timeout(SECONDS):
+            assert await made.process.wait() == 0
+
+    with_proxy(test, "--workers", worker_count, "--port", str(free_port()))
