@@ -196,17 +196,58 @@ def test_a_decode_servers_ticket_does_not_reach_the_client() -> None:
     with_house(test)
 
 
-@pytest.mark.parametrize("phase", ["prefill", "decode"])
-def test_a_client_that_leaves_aborts_the_leg_that_is_under_way(phase: str) -> None:
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("phase", ["prefill", "decode", "stream"])
+def test_a_client_that_leaves_aborts_the_leg_and_leaves_nothing_behind(phase: str, streaming: bool) -> None:
     async def test(made: House) -> None:
-        engine = getattr(made, phase)[0]
-        engine.answer = hang
-        asking = asyncio.ensure_future(made.post({"prompt": "a"}).__aenter__())
-        await until(lambda: len(engine.bodies) == 1)
-        asking.cancel()
-        await until(lambda: engine.gone == 1)
+        async def begin(engine: FakeEngine, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+            if streaming:
+                await stream(request, [b"data: 1\n\n"])
+            return await hang()
+
+        engine = made.prefill[0] if phase == "prefill" else made.decode[0]
+        engine.answer = hang if phase != "stream" else begin
         fleet = made.proxy.fleet
+        for count in range(1, 4):
+            asking = asyncio.ensure_future(made.post({"prompt": "a", "stream": streaming}).__aenter__())
+            await until(lambda count=count: len(engine.bodies) == count)  # type: ignore[misc]
+            if phase == "stream" and streaming:
+                await asking
+                (await asking).close()
+            else:
+                asking.cancel()
+            await until(lambda count=count: engine.gone == count)  # type: ignore[misc]
         await until(lambda: all(instance.in_flight == 0 for instance in fleet))
+        engine.answer = None
+        async with made.post({"prompt": "a"}) as response:
+            assert response.status == 200
+        # what prefill gave was taken by the decode server, which frees it, every time
+        assert made.ledger.held == set()
+        assert len(made.ledger.pulled) == (1 if phase == "prefill" else 4)
+
+    with_house(test)
+
+
+def test_a_client_that_leaves_between_the_legs_has_its_ticket_taken_all_the_same() -> None:
+    async def test(made: House) -> None:
+        pool = made.proxy.way.upstream.pool(made.decode[0].endpoint)
+        free, connect, waiting = asyncio.Event(), pool.connect, []
+
+        async def slow() -> Any:
+            waiting.append(1)
+            await free.wait()
+            return await connect()
+
+        pool.sweep()
+        pool.connect = slow  # type: ignore[method-assign]
+        pool.take = lambda: None  # type: ignore[method-assign]
+        asking = asyncio.ensure_future(made.post({"prompt": "a"}).__aenter__())
+        await until(lambda: len(waiting) == 1)
+        assert made.ledger.held == {0}
+        asking.cancel()
+        await until(lambda: len(waiting) == 2)
+        free.set()
+        await until(lambda: made.ledger.pulled == [0])
 
     with_house(test)
 

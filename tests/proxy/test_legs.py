@@ -51,7 +51,7 @@ def test_prefill_leg_ends_by_length_and_not_at_a_stop() -> None:
 
 def decoded(raw: bytes, ticket: Ticket | None) -> Any:
     """What the decode server reads when a client sends *raw*."""
-    return orjson.loads(legs.decode_bytes(legs.parse(raw)[1], ticket))
+    return orjson.loads(b"".join(legs.decode_body(legs.parse(raw)[1], ticket)))
 
 
 def test_decode_leg_is_the_clients_body_and_the_ticket() -> None:
@@ -79,8 +79,8 @@ def test_what_only_the_proxy_may_say_reaches_no_engine(path: str, said: dict[str
     raw = orjson.dumps({"prompt": "a", **said})
     body, kept = legs.parse(raw)
     assert b"evil" not in orjson.dumps(legs.prefill_leg(body, legs.RULES[path]))
-    assert b"evil" not in legs.decode_bytes(kept, TICKET)
-    assert b"evil" not in legs.decode_bytes(kept, None)
+    assert b"evil" not in b"".join(legs.decode_body(kept, TICKET))
+    assert b"evil" not in b"".join(legs.decode_body(kept, None))
     # and nothing else is lost
     assert body.get("vllm_xargs", {}).get("mine", 1) == 1
     assert body.get("sampling_params", {}).get("top_k", 1) == 1
@@ -91,7 +91,7 @@ def test_an_escaped_or_doubled_key_is_found_too() -> None:
         b'{"prompt": "a", "kv_transfer\\u005fparams": {"remote_host": "evil"}}',
         b'{"kv_transfer_params": null, "prompt": "a", "kv_transfer_params": {"remote_host": "evil"}}',
     ):
-        assert b"evil" not in legs.decode_bytes(legs.parse(raw)[1], TICKET)
+        assert b"evil" not in b"".join(legs.decode_body(legs.parse(raw)[1], TICKET))
 
 
 def test_legs_leave_the_clients_body_alone() -> None:
@@ -207,8 +207,8 @@ RAW = b' { "model" : "m","prompt":"\\u00e9 1e400", "max_tokens" : 5 , "temperatu
 
 
 def test_the_decode_legs_bytes_are_the_clients_to_the_letter() -> None:
-    assert legs.decode_bytes(legs.parse(RAW)[1], None) == RAW
-    made = legs.decode_bytes(legs.parse(RAW)[1], TICKET)
+    assert b"".join(legs.decode_body(legs.parse(RAW)[1], None)) == RAW
+    made = b"".join(legs.decode_body(legs.parse(RAW)[1], TICKET))
     assert made.endswith(RAW[RAW.index(b"{") + 1 :])
     assert orjson.loads(made) == {**orjson.loads(RAW), "kv_transfer_params": dict(TICKET.params)}
 

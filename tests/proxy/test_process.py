@@ -19,7 +19,7 @@ import trustme
 from aiohttp import web
 
 from baton.cluster import Role
-from tests.proxy.fakes import FakeEngine, hang, until
+from tests.proxy.fakes import FakeEngine, hang, prefill_answer, until
 
 SECONDS = 60.0
 
@@ -255,6 +255,34 @@ def test_https_for_clients(tmp_path: Path) -> None:
                     assert "one" in await response.text()
 
     with_proxy(test, "--ssl-certfile", str(tmp_path / "server.pem"), "--port", str(free_port()))
+
+
+def test_out_of_descriptors_some_are_503_and_all_is_well_afterwards() -> None:
+    """128 descriptors are enough for 32 clients and their engines; a hundred come at once."""
+
+    async def test(made: Running) -> None:
+        free = asyncio.Event()
+
+        async def together(engine: FakeEngine, request: web.Request, body: dict[str, object]) -> web.StreamResponse:
+            await free.wait()
+            return await prefill_answer(engine, request, body)
+
+        made.prefill.answer = together
+        asking = [asyncio.ensure_future(ask(made.url, 1)) for _ in range(100)]
+        # all but those that wait for an engine have been told
+        await until(lambda: len(made.prefill.bodies) + sum(each.done() for each in asking) == 100, SECONDS)
+        assert 0 < len(made.prefill.bodies) <= 32
+        free.set()
+        async with asyncio.timeout(SECONDS):
+            statuses = [status for (status,) in await asyncio.gather(*asking)]
+        assert set(statuses) == {200, 503}
+        assert statuses.count(200) == len(made.prefill.bodies)
+        made.prefill.answer = None
+        assert set(await ask(made.url, 10)) == {200}
+        async with aiohttp.ClientSession() as client, client.get(f"{made.url}/instances") as response:
+            assert all(row["usable"] for row in (await response.json())["instances"])
+
+    with_proxy(test, "--port", str(free_port()), descriptors=128)
 
 
 @pytest.mark.parametrize("worker_count", ["1", "2"])

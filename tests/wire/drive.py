@@ -138,7 +138,7 @@ class Call:
         self.socket = Socket()
         self.connection = ClientConnection(loop, lambda _: None)
         self.connection.connection_made(cast(Any, self.socket))
-        self._head = self.connection.send(b"", bodiless=head)
+        self._head = self.connection.send((), bodiless=head)
         self._reading: Coroutine[Any, Any, bytes] | None = None
         self._awaited: asyncio.Future[None] | None = None
         self.response: Response | None = None

@@ -78,7 +78,7 @@ async def pool_to(origin: Origin, timeouts: Timeouts | None = None) -> AsyncIter
 
 
 async def post(pool: Pool, body: bytes = b"hello") -> bytes:
-    async with asyncio.timeout(20), pool.request(b"POST", b"/x", (), body) as response:
+    async with asyncio.timeout(20), pool.request(b"POST", b"/x", (), (body,)) as response:
         assert response.status == 200
         return await response.read()
 

@@ -20,6 +20,7 @@ from baton.cluster import Endpoint, Role
 from baton.http import Limits
 from baton.proxy import POLICIES, ProxySettings, TracingUnavailable, read_keys, serve, serve_workers
 
+SPARE_DESCRIPTORS = 64
 OTLP = "http://127.0.0.1:4318/v1/traces"
 
 
@@ -31,6 +32,7 @@ def run(words: Sequence[str]) -> int:
         *pair(Role.DECODE, args.decoder_hosts, args.decoder_ports, args.decode),
     )
     check_distinct(endpoints, args.host, args.port)
+    allow_descriptors()
     settings = settings_of(args, endpoints)
     logging.basicConfig(level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s")
 
@@ -42,7 +44,6 @@ def run(words: Sequence[str]) -> int:
             flush=True,
         )
 
-    allow_descriptors()
     try:
         if args.workers > 1:
             return serve_workers(settings, args.workers, _run, on_ready)
@@ -73,7 +74,7 @@ def settings_of(args: argparse.Namespace, endpoints: tuple[Endpoint, ...]) -> Pr
     """
     if args.uds and args.workers > 1:
         raise Failure("--uds and --workers don't go together: workers share a port", 2)
-    limits = Limits(connections=args.max_connections, body_bytes=args.max_payload_size)
+    limits = Limits(connections=min(args.max_connections, affordable()), body_bytes=args.max_payload_size)
     return ProxySettings(
         host=args.host,
         port=args.port,
@@ -169,6 +170,15 @@ def allow_descriptors() -> None:
     """Raise the soft limit on open files to the hard one: a stream holds two, and 1,024 is the usual default."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def affordable() -> int:
+    """Clients' connections that the limit on open files allows: each may need one to an engine, and some are kept.
+
+    Beyond it a client is told so; without it the next file, whatever it is for, could not be opened.
+    """
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return max((soft - SPARE_DESCRIPTORS) // 2, 1)
 
 
 def _parser() -> Parser:

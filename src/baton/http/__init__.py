@@ -3,6 +3,7 @@
 from baton.http.client import Exchange, Origin, Pool, Timeouts
 from baton.http.client_connection import (
     Broken,
+    Buffer,
     ClientError,
     ConnectFailed,
     OutOfDescriptors,
@@ -18,6 +19,7 @@ from baton.http.server import Server
 
 __all__ = [
     "Broken",
+    "Buffer",
     "ClientError",
     "ConnectFailed",
     "EventBuffer",

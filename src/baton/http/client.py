@@ -5,10 +5,20 @@ from __future__ import annotations
 import asyncio
 import errno
 import ssl
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
-from baton.http.client_connection import ClientConnection, ConnectFailed, OutOfDescriptors, Response, TlsFailed, TooSlow
+from baton.http.client_connection import (
+    Buffer,
+    ClientConnection,
+    ClientError,
+    ConnectFailed,
+    OutOfDescriptors,
+    Response,
+    TlsFailed,
+    TooSlow,
+)
 from baton.http.messages import Header, head
 
 _CLOSED_AT_ONCE = "no connection: the server closed it at once"
@@ -59,19 +69,28 @@ class Exchange:
     A class and not a generator: it is entered twice for every request of a proxy.
     """
 
-    __slots__ = ("_bodiless", "_connection", "_data", "_pool")
+    __slots__ = ("_bodiless", "_connection", "_data", "_linger", "_pool")
 
-    def __init__(self, pool: Pool, data: bytes, *, bodiless: bool) -> None:
+    def __init__(self, pool: Pool, data: Sequence[Buffer], *, bodiless: bool, linger_seconds: float) -> None:
         self._pool = pool
         self._data = data
         self._bodiless = bodiless
+        self._linger = linger_seconds
         self._connection: ClientConnection | None = None
 
     async def __aenter__(self) -> Response:
         pool = self._pool
         times = pool.timeouts
         began = 0.0 if times.total is None else asyncio.get_running_loop().time()
-        connection = self._connection = pool.take() or await pool.connect()
+        connection = pool.take()
+        if connection is None:
+            try:
+                connection = await pool.connect()
+            except asyncio.CancelledError:
+                if self._linger:
+                    pool.deliver_anyway(self._data, self._linger)
+                raise
+        self._connection = connection
         try:
             waiting = connection.send(self._data, bodiless=self._bodiless)
             if times.head is not None or times.total is not None:
@@ -79,12 +98,22 @@ class Exchange:
             return await waiting
         except BaseException:
             # Cancelled or broken: the server must see that nobody waits any more.
-            connection.close()
+            self._leave(connection)
             raise
 
     async def __aexit__(self, *_: object) -> None:
         assert self._connection is not None
-        self._pool.give_back(self._connection)
+        if self._connection.reusable:
+            self._pool.give_back(self._connection)
+        else:
+            self._leave(self._connection)
+
+    def _leave(self, connection: ClientConnection) -> None:
+        """Cut the connection: now, or when the server is sure to have taken the request."""
+        if self._linger and connection.open:
+            connection.linger(self._linger)
+        else:
+            connection.close()
 
 
 class Pool:
@@ -96,6 +125,7 @@ class Pool:
         self._idle: list[ClientConnection] = []
         self._all: set[ClientConnection] = set()
         self._closed = False
+        self._deliveries: set[asyncio.Task[None]] = set()
         self._host = (b"host", origin.authority)
 
     @property
@@ -103,17 +133,44 @@ class Pool:
         """Open connections, idle and busy."""
         return len(self._all)
 
-    def request(self, method: bytes, target: bytes, headers: Iterable[Header], body: bytes = b"") -> Exchange:
+    def request(
+        self,
+        method: bytes,
+        target: bytes,
+        headers: Iterable[Header],
+        body: Sequence[Buffer] = (),
+        *,
+        linger_seconds: float = 0.0,
+    ) -> Exchange:
         """One exchange, to be entered with ``async with``: gives the response once its head is in.
 
         Leaving the block before the body was read cuts the connection, which the server sees. Entering raises:
             ConnectFailed: nothing was sent.
             Broken: the server closed early.
             TooSlow: the head did not come in time, or the request's time was over before it.
+
+        Args:
+            body: in pieces, which need not be joined.
+            linger_seconds: for a request that the server must get even when nobody waits for its answer any more:
+                who leaves before the first byte of the body cuts the connection only with that byte, or after this
+                time; who leaves while it is being made has the request sent all the same.
         """
-        framing = [] if method in (b"GET", b"HEAD") else [(b"content-length", b"%d" % len(body))]
-        data = head(b"%b %b HTTP/1.1\r\n" % (method, target), [self._host, *headers, *framing]) + body
-        return Exchange(self, data, bodiless=method == b"HEAD")
+        framing = [] if method in (b"GET", b"HEAD") else [(b"content-length", b"%d" % sum(map(len, body)))]
+        start = head(b"%b %b HTTP/1.1\r\n" % (method, target), [self._host, *headers, *framing])
+        return Exchange(self, (start, *body), bodiless=method == b"HEAD", linger_seconds=linger_seconds)
+
+    def deliver_anyway(self, data: Sequence[Buffer], linger_seconds: float) -> None:
+        """Send a request for whose answer nobody waits."""
+
+        async def deliver() -> None:
+            with suppress(ClientError):
+                connection = await self.connect()
+                connection.send(data, bodiless=False).add_done_callback(_heard)
+                connection.linger(linger_seconds)
+
+        task = asyncio.get_running_loop().create_task(deliver())
+        self._deliveries.add(task)
+        task.add_done_callback(self._deliveries.discard)
 
     def sweep(self) -> None:
         """Close connections that have been idle for too long."""
@@ -125,6 +182,8 @@ class Pool:
     def close(self) -> None:
         """Cut every connection, those that are being made included; there will be no more."""
         self._closed = True
+        for task in self._deliveries:
+            task.cancel()
         for connection in list(self._all):
             connection.close()
         self._idle.clear()
@@ -186,6 +245,12 @@ class Pool:
         self._all.discard(connection)
         if connection in self._idle:
             self._idle.remove(connection)
+
+
+def _heard(answer: asyncio.Future[Response]) -> None:
+    """Look at an answer that nobody waits for, so that a failure is not reported as unseen."""
+    if not answer.cancelled():
+        answer.exception()
 
 
 def _explained(error: OSError) -> ConnectFailed:

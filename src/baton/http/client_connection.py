@@ -7,13 +7,16 @@ socket, so that a slow reader holds its writer back.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import httptools
 
 from baton.http.messages import Header, first
 
+Buffer = bytes | memoryview
+JOINED_BYTES = 32 << 10
+"""Up to here one copy costs less than a second piece."""
 HEAD_BYTES = 256 << 10
 """Of a response's head, of its trailers, and of what stands between two pieces of its body."""
 
@@ -125,11 +128,13 @@ class ClientConnection(asyncio.Protocol):
         self._sink: Callable[[bytes], None] | None = None
         self._complete = True
         self._headed = False
+        self._bodied = False
         self._began = False
         self._keep_alive = True
         self._bodiless = False
         self._informational = False
         self._paused = False
+        self._lingering = False
 
     @property
     def open(self) -> bool:
@@ -140,11 +145,11 @@ class ClientConnection(asyncio.Protocol):
         """Whether the next request can use it: the last response is whole and the peer keeps it open."""
         return self.open and self._complete and self._keep_alive
 
-    def send(self, data: bytes, *, bodiless: bool) -> asyncio.Future[Response]:
+    def send(self, data: Sequence[Buffer], *, bodiless: bool) -> asyncio.Future[Response]:
         """Send one request; the future gives the response once its head is in.
 
         Args:
-            data: head and body.
+            data: head and body, in pieces.
             bodiless: whether the response has no body whatever its head says (HEAD).
         """
         assert self._transport is not None and self._complete, "one request at a time"
@@ -156,12 +161,27 @@ class ClientConnection(asyncio.Protocol):
         self._sink = None
         self._complete = False
         self._headed = False
+        self._bodied = False
         self._began = False
         self._bodiless = bodiless
         self._undigested = 0
         self.requests += 1
-        self._transport.write(data)
+        if sum(map(len, data)) < JOINED_BYTES:
+            self._transport.write(b"".join(data))
+        else:
+            self._transport.writelines(data)
         return self._head
+
+    def linger(self, seconds: float) -> None:
+        """Cut the connection with the first byte of the body, or after *seconds*: nobody waits for the answer."""
+        if self._complete or self._bodied:
+            self.close()
+            return
+        self._lingering = True
+        self.resume()
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._loop.call_later(seconds, self.close)
 
     def limit(self, head_seconds: float | None, total_seconds: float | None, since: float) -> None:
         """Give the request just sent no more than these times, each None for any.
@@ -219,6 +239,9 @@ class ClientConnection(asyncio.Protocol):
 
     def close(self) -> None:
         """Cut the connection: an exchange under way is given up, which the server sees."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
         if self._transport is not None:
             self._transport.abort()
 
@@ -296,7 +319,7 @@ class ClientConnection(asyncio.Protocol):
         self._headed = True
         self._undigested = 0
         self._keep_alive = self._parser.should_keep_alive()
-        if self._timer is not None:
+        if self._timer is not None and not self._lingering:
             self._timer.cancel()
             self._timer = None
             if self._total is not None:
@@ -309,7 +332,10 @@ class ClientConnection(asyncio.Protocol):
 
     def on_body(self, body: bytes) -> None:
         self._undigested = 0
-        if not self._complete:
+        self._bodied = True
+        if self._lingering:
+            self.close()
+        elif not self._complete:
             self._pieces.append(body)
 
     def on_message_complete(self) -> None:
@@ -328,6 +354,8 @@ class ClientConnection(asyncio.Protocol):
             self._timer = None
         if self._end is not None and not self._end.done():
             self._end.set_result(None)
+        if self._lingering:
+            self.close()
 
     def _await_total(self) -> None:
         self._timer = self._loop.call_at(self._total_at, self._late, f"no whole answer within {self._total} s")

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import enum
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 import orjson
 
 from baton.cluster import Role
-from baton.http import Header, Request, Response
+from baton.http import Buffer, Header, Request, Response
 from baton.proxy import legs
 from baton.proxy.admission import Gate
 from baton.proxy.answers import Correction, Prefilled, failed
@@ -28,6 +28,10 @@ from baton.proxy.samples import Part
 from baton.proxy.ticket import Ticket
 from baton.proxy.tracing import Span, Tracer
 from baton.proxy.upstream import Answer, Leg, Upstream, read_answer, read_body
+
+LINGER_SECONDS = 0.5
+"""How long a decode server may take to notice a request whose client has left. It must: with the ticket in its
+hands it tells the prefill server to free the blocks, also when the request is aborted; nobody else can."""
 
 
 class State(enum.StrEnum):
@@ -172,12 +176,14 @@ def choose(journey: Journey, way: Way) -> None:
     journey.state = State.ADMITTED
 
 
-def open_leg(journey: Journey, way: Way, instance: ProxyInstance, body: bytes) -> Leg:
+def open_leg(
+    journey: Journey, way: Way, instance: ProxyInstance, body: Sequence[Buffer], linger_seconds: float = 0.0
+) -> Leg:
     """One leg on *instance*, to be entered; with a span of its own when somebody traces."""
     headers, span = journey.headers, None
     if way.tracer is not None:
         span, headers = way.tracer.leg(journey.span, instance, headers)
-    return way.upstream.post(instance, journey.request.target, headers, body, span)
+    return way.upstream.post(instance, journey.request.target, headers, body, span, linger_seconds=linger_seconds)
 
 
 async def prefill(journey: Journey, way: Way) -> Prefilled:
@@ -192,7 +198,7 @@ async def prefill(journey: Journey, way: Way) -> Prefilled:
     journey.state = State.PREFILLING
     body = legs.written(legs.prefill_leg(journey.body, journey.rules))
     times.prefill_sent = time.monotonic()
-    async with open_leg(journey, way, instance, body) as response:
+    async with open_leg(journey, way, instance, (body,)) as response:
         # Read to the end, also of a refusal: only then can the connection be used again.
         if response.status != 200:
             raise EngineRefusal(await read_answer(response))
@@ -225,9 +231,10 @@ async def decode(journey: Journey, way: Way, prefilled: Prefilled, deliver: Deli
     scored = legs.asks_prompt_scores(journey.body, journey.rules)
     if scored:
         raw = legs.written(legs.without_prompt_scores(journey.body, journey.rules))
-    body = legs.decode_bytes(raw, prefilled.ticket)
+    body = legs.decode_body(raw, prefilled.ticket)
+    linger = LINGER_SECONDS if prefilled.ticket is not None else 0.0
     times.decode_sent = time.monotonic()
-    async with open_leg(journey, way, instance, body) as response:
+    async with open_leg(journey, way, instance, body, linger) as response:
         journey.state = State.DECODING
         times.decode_head = time.monotonic()
         if response.status != 200:
@@ -249,7 +256,7 @@ async def prefill_alone(journey: Journey, way: Way) -> Answer:
     assert instance is not None
     journey.state, journey.decode = State.PREFILLING, None
     journey.times.prefill_sent = time.monotonic()
-    async with open_leg(journey, way, instance, journey.raw) as response:
+    async with open_leg(journey, way, instance, (journey.raw,)) as response:
         answer = await read_answer(response)
     journey.times.prefilled = time.monotonic()
     if answer.status != 200:

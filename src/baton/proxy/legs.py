@@ -270,15 +270,15 @@ def without_prompt_scores(body: Body, rules: Rules) -> dict[str, Any]:
     return {**body, rules.inside: kept}
 
 
-def decode_bytes(raw: bytes, ticket: Ticket | None) -> bytes:
-    """The body for the decode server: the client's own, to the letter, with the ticket in front.
+def decode_body(raw: bytes, ticket: Ticket | None) -> tuple[bytes | memoryview, ...]:
+    """The body for the decode server, in pieces: the client's own, to the letter, with the ticket in front.
 
     Args:
-        raw: an object, as :func:`parse` gave it.
+        raw: an object, as :func:`parse` gave it; it is not copied.
         ticket: what prefill gave; without one the decode server computes the prompt itself.
     """
     if ticket is None:
-        return raw
+        return (raw,)
     start = raw.index(b"{") + 1
     comma = b"" if _EMPTY.match(raw, start) else b","
-    return b'{"%b":%b%b%b' % (TICKET_KEY.encode(), orjson.dumps(ticket.params), comma, raw[start:])
+    return b'{"%b":%b%b' % (TICKET_KEY.encode(), orjson.dumps(ticket.params), comma), memoryview(raw)[start:]

@@ -3,15 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import ssl
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from baton.http import Broken, ClientError, ConnectFailed, Exchange, Header, Origin, Pool, Response, Timeouts, TooSlow
+from baton.cluster import Endpoint
+from baton.http import (
+    Broken,
+    Buffer,
+    ClientError,
+    ConnectFailed,
+    Exchange,
+    Header,
+    Origin,
+    OutOfDescriptors,
+    Pool,
+    Response,
+    Timeouts,
+    TooSlow,
+)
 from baton.proxy.errors import ProxyError
 from baton.proxy.fleet import Fleet, ProxyInstance
 from baton.proxy.tracing import Span
+
+logger = logging.getLogger("baton.proxy")
 
 PROBE_SECONDS = 2.0
 SWEEP_SECONDS = 1.0
@@ -135,6 +152,8 @@ class Leg:
         """Raise the answer for *error*, when there is one."""
         role = self._instance.endpoint.role
         match error:
+            case OutOfDescriptors():
+                raise ProxyError(503, "the proxy has no file descriptors left: try again", retry_after=1) from error
             case ConnectFailed():
                 self._instance.set_usable(False, str(error))
                 raise ProxyError(503, f"the {role} server cannot be reached", retry_after=1) from error
@@ -167,21 +186,32 @@ class Upstream:
         instance: ProxyInstance,
         path: bytes,
         headers: Iterable[Header],
-        body: bytes,
+        body: Sequence[Buffer],
         span: Span | None = None,
+        *,
+        linger_seconds: float = 0.0,
     ) -> Leg:
         """One leg, to be entered with ``async with``: gives the engine's response once its head is in.
 
         Leaving it before the body is read closes the connection, which aborts the request on the engine. While it
         is open the instance counts one request more. Entering and the block itself raise:
             ProxyError: 503 the engine cannot be reached, 502 it broke off, 504 it took too long.
+
+        Args:
+            linger_seconds: see :meth:`baton.http.Pool.request`.
         """
-        exchange = self._pools[instance.id].request(b"POST", path, [_JSON, *headers], body)
+        exchange = self._pools[instance.id].request(
+            b"POST", path, [_JSON, *headers], body, linger_seconds=linger_seconds
+        )
         return Leg(instance, exchange, self._timeout, span)
 
     def get(self, instance: ProxyInstance, path: bytes, headers: Iterable[Header]) -> Leg:
         """The same for a GET."""
         return Leg(instance, self._pools[instance.id].request(b"GET", path, headers), self._timeout, None)
+
+    def pool(self, endpoint: Endpoint) -> Pool:
+        """The connections to one engine."""
+        return next(pool for pool in self._pools.values() if pool.origin.authority.decode() == endpoint.authority)
 
     async def probe(self, fleet: Fleet) -> None:
         """Ask every instance for its health, all at once."""
@@ -195,6 +225,9 @@ class Upstream:
             ):
                 await response.read()
                 instance.set_usable(response.status == 200, f"/health answered {response.status}")
+        except OutOfDescriptors:
+            # That says nothing of the engine.
+            logger.warning("no file descriptor left to ask %s for its health", instance.id)
         except (ClientError, TimeoutError) as error:
             instance.set_usable(False, f"/health failed: {error or 'too slow'}")
 
