@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import ssl
+import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -103,9 +104,7 @@ class Exchange:
 
     async def __aexit__(self, *_: object) -> None:
         assert self._connection is not None
-        if self._connection.reusable:
-            self._pool.give_back(self._connection)
-        else:
+        if not self._pool.give_back(self._connection):
             self._leave(self._connection)
 
     def _leave(self, connection: ClientConnection) -> None:
@@ -174,7 +173,7 @@ class Pool:
 
     def sweep(self) -> None:
         """Close connections that have been idle for too long."""
-        limit = asyncio.get_running_loop().time() - self.timeouts.idle_connection
+        limit = time.monotonic() - self.timeouts.idle_connection
         for connection in [each for each in self._idle if each.idle_since < limit]:
             self._idle.remove(connection)
             connection.close()
@@ -189,7 +188,8 @@ class Pool:
         self._idle.clear()
 
     def take(self) -> ClientConnection | None:
-        limit = asyncio.get_running_loop().time() - self.timeouts.idle_connection
+        """An idle connection, or None."""
+        limit = time.monotonic() - self.timeouts.idle_connection
         while self._idle:
             connection = self._idle.pop()
             if connection.reusable and connection.idle_since >= limit:
@@ -233,13 +233,15 @@ class Pool:
             raise
         return connection
 
-    def give_back(self, connection: ClientConnection) -> None:
-        if connection.reusable and not self._closed:
+    def give_back(self, connection: ClientConnection) -> bool:
+        """Keep a connection for the next request; False when it cannot serve one."""
+        if self._closed or not connection.reusable:
+            return False
+        if connection.paused:
             connection.resume()
-            connection.idle_since = asyncio.get_running_loop().time()
-            self._idle.append(connection)
-        else:
-            connection.close()
+        connection.idle_since = time.monotonic()
+        self._idle.append(connection)
+        return True
 
     def _lost(self, connection: ClientConnection) -> None:
         self._all.discard(connection)

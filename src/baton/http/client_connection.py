@@ -133,7 +133,7 @@ class ClientConnection(asyncio.Protocol):
         self._keep_alive = True
         self._bodiless = False
         self._informational = False
-        self._paused = False
+        self.paused = False
         self._lingering = False
 
     @property
@@ -143,7 +143,7 @@ class ClientConnection(asyncio.Protocol):
     @property
     def reusable(self) -> bool:
         """Whether the next request can use it: the last response is whole and the peer keeps it open."""
-        return self.open and self._complete and self._keep_alive
+        return self._complete and self._keep_alive and self.open
 
     def send(self, data: Sequence[Buffer], *, bodiless: bool) -> asyncio.Future[Response]:
         """Send one request; the future gives the response once its head is in.
@@ -166,7 +166,9 @@ class ClientConnection(asyncio.Protocol):
         self._bodiless = bodiless
         self._undigested = 0
         self.requests += 1
-        if sum(map(len, data)) < JOINED_BYTES:
+        if len(data) == 1:
+            self._transport.write(data[0])
+        elif sum(map(len, data)) < JOINED_BYTES:
             self._transport.write(b"".join(data))
         else:
             self._transport.writelines(data)
@@ -226,15 +228,15 @@ class ClientConnection(asyncio.Protocol):
             await self._end
 
     def pause(self) -> None:
-        if not self._paused and self.open:
+        if not self.paused and self.open:
             assert self._transport is not None
-            self._paused = True
+            self.paused = True
             self._transport.pause_reading()
 
     def resume(self) -> None:
-        if self._paused and self.open:
+        if self.paused and self.open:
             assert self._transport is not None
-            self._paused = False
+            self.paused = False
             self._transport.resume_reading()
 
     def close(self) -> None:

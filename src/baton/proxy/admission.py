@@ -29,14 +29,20 @@ class Gate:
         """Requests in line."""
         return len(self._waiting)
 
+    def try_enter(self) -> bool:
+        """Take a place if one is free; every one taken is given back by :meth:`leave`."""
+        if self.most is None or self.active < self.most:
+            self.active += 1
+            return True
+        return False
+
     async def enter(self) -> None:
-        """Take a place; every one taken is given back by :meth:`leave`.
+        """Take a place, now or when it is this one's turn.
 
         Raises:
             ProxyError: 429, the queue is full or the wait was too long; no place was taken.
         """
-        if self.most is None or self.active < self.most:
-            self.active += 1
+        if self.try_enter():
             return
         if len(self._waiting) >= self.queue:
             raise ProxyError(429, "too many requests are under way and in line: try again later", retry_after=1)

@@ -296,7 +296,8 @@ class Proxy:
         made = parts(journey.body, journey.rules)
 
         # admit
-        await way.gate.enter()
+        if not way.gate.try_enter():
+            await way.gate.enter()
         journey.admitted = True
         journey.times.admitted = time.monotonic()
         if self.settings.keep_alive_seconds is not None and journey.body.get("stream"):
@@ -314,7 +315,12 @@ class Proxy:
     def _begin(self, request: Request, rules: Rules, times: Times, common: list[Header]) -> Journey:
         """The journey of a request whose body is still unread."""
         request_id = _BOOT + b"%012x" % next(_NUMBERS)
-        own_id = next((value for name in self._id_headers if (value := request.header(name))), request_id)
+        own_id = request_id
+        for name in self._id_headers:
+            value = request.header(name)
+            if value:
+                own_id = value
+                break
         headers = [*self.carried(request), (b"x-request-id", request_id)]
         answer_headers = [(b"x-request-id", own_id), *common]
         return Journey(

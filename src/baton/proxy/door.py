@@ -58,8 +58,11 @@ def carried(request: Request, engine_key: bytes | None, own_keys: bool) -> list[
         engine_key: what engines ask for, or None.
         own_keys: whether the proxy has checked the client's key itself.
     """
-    made = [pair for pair in request.headers if pair[0] in _FORWARDED]
-    has_key = any(name == b"authorization" for name, _ in made)
+    made, has_key = [], False
+    for pair in request.headers:
+        if pair[0] in _FORWARDED:
+            made.append(pair)
+            has_key = has_key or pair[0] == b"authorization"
     if engine_key is not None and (own_keys or not has_key):
         made = [pair for pair in made if pair[0] != b"authorization"]
         made.append((b"authorization", b"Bearer " + engine_key))

@@ -232,7 +232,7 @@ def asks_prompt_scores(body: Body, rules: Rules) -> bool:
     if echoes_scores(body, rules):
         return True
     fields = fields_of(body, rules)
-    return any(fields.get(name) is not None for name in PROMPT_SCORES)
+    return fields.get("prompt_logprobs") is not None or fields.get("prompt_logprob_token_ids") is not None
 
 
 def generates_nothing(body: Body, rules: Rules) -> bool:

@@ -55,9 +55,15 @@ class Ticket:
 
 def holds_trusted(body: Mapping[str, Any]) -> bool:
     """Whether a client's body says what only the proxy may say."""
-    return any(key in body for key in TRUSTED_KEYS) or any(
-        isinstance(inner := body.get(door), dict) and holds_trusted(inner) for door in DOORS
-    )
+    for key in TRUSTED_KEYS:
+        if key in body:
+            return True
+    for door in DOORS:
+        if door in body:
+            inner = body[door]
+            if isinstance(inner, dict) and holds_trusted(inner):
+                return True
+    return False
 
 
 def without_trusted(body: Mapping[str, Any]) -> dict[str, Any]:

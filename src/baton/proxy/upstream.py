@@ -35,7 +35,7 @@ SWEEP_SECONDS = 1.0
 _JSON = (b"content-type", b"application/json")
 _TYPE = b"content-type"
 # What an engine's answer says to the client besides its body; framing is our own.
-_PASSED = frozenset((_TYPE, b"retry-after", b"www-authenticate"))
+_PASSED = frozenset((b"retry-after", b"www-authenticate"))
 _PASSED_FAMILY = b"x-ratelimit-"
 _WINDOW_BITS = {b"gzip": 31, b"x-gzip": 31, b"deflate": 15}
 
@@ -56,8 +56,15 @@ class Answer:
 
 def passed_headers(response: Response) -> list[Header]:
     """The headers of an engine's answer that are the client's too; with a content type in any case."""
-    made = [pair for pair in response.headers if pair[0] in _PASSED or pair[0].startswith(_PASSED_FAMILY)]
-    return made if response.header(_TYPE) is not None else [_JSON, *made]
+    made, typed = [], False
+    for pair in response.headers:
+        name = pair[0]
+        if name == _TYPE:
+            typed = True
+            made.append(pair)
+        elif name in _PASSED or name.startswith(_PASSED_FAMILY):
+            made.append(pair)
+    return made if typed else [_JSON, *made]
 
 
 def decoder(response: Response) -> Callable[[bytes], bytes] | None:

@@ -14,6 +14,10 @@ class RoundRobin:
         self._last = -1
 
     def pick(self, usable: Sequence[ProxyInstance]) -> ProxyInstance:
-        chosen = next((instance for instance in usable if instance.place > self._last), usable[0])
+        chosen = usable[0]
+        for instance in usable:
+            if instance.place > self._last:
+                chosen = instance
+                break
         self._last = chosen.place
         return chosen
