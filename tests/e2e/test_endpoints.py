@@ -23,7 +23,8 @@ def both(pair: Pair, path: str, body: Mapping[str, Any], salt: str) -> tuple[dic
     """What the decode server says alone, and what comes through both phases."""
     made = []
     for url, kind in ((pair.decode.url, "alone"), (pair.proxy.url, "handed")):
-        code, _, raw = post(f"{url}{path}", {"model": MODEL, **body, "cache_salt": f"{salt}-{kind}"})
+        salted = f"{salt}-{kind}".replace("/", ".")
+        code, _, raw = post(f"{url}{path}", {"model": MODEL, **body, "cache_salt": salted})
         assert code == 200, raw[:2000]
         made.append(json.loads(raw))
     return made[0], made[1]
