@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from baton.http import EventBuffer, data_of, split, with_data
+from baton.http import EventBuffer, data_of, last_of, split, with_data
 
 EVENTS = [
     b"data: a\n\n",
@@ -46,6 +46,14 @@ def test_an_event_under_way_is_the_rest() -> None:
     assert buffer.push(b"data: a\n\ndata: b\n") == b"data: a\n\n"
     assert buffer.push(b"data: c") == b""
     assert buffer.rest == b"data: b\ndata: c"
+
+
+def test_the_last_event_is_found_whatever_ends_the_lines() -> None:
+    assert last_of(b"") == b""
+    for count in range(1, len(EVENTS) + 1):
+        run = b"".join(EVENTS[:count])
+        assert last_of(run) == EVENTS[count - 1]
+        assert list(split(run)) == EVENTS[:count]
 
 
 def test_data_is_its_lines_joined() -> None:

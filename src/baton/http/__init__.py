@@ -11,7 +11,7 @@ from baton.http.client_connection import (
     TlsFailed,
     TooSlow,
 )
-from baton.http.events import EventBuffer, data_of, split, with_data
+from baton.http.events import EventBuffer, data_of, last_of, split, with_data
 from baton.http.messages import Header, Request
 from baton.http.responder import Responder
 from baton.http.rules import Limits
@@ -37,6 +37,7 @@ __all__ = [
     "TlsFailed",
     "TooSlow",
     "data_of",
+    "last_of",
     "split",
     "with_data",
 ]

@@ -234,6 +234,9 @@ class Connection(asyncio.Protocol):
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(data)
 
+    def soon(self, callback: Callable[[], None]) -> None:
+        self._server.loop.call_soon(callback)
+
     def abort(self) -> None:
         if self._transport is not None:
             self._transport.abort()

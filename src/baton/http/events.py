@@ -47,11 +47,24 @@ class EventBuffer:
 
 def split(run: bytes) -> Iterator[bytes]:
     """The events of a run of whole ones, each with its blank line."""
+    if b"\r" not in run:
+        for event in run.split(b"\n\n")[:-1]:
+            yield event + b"\n\n"
+        return
     start = 0
     while start < len(run):
         end = _first_end(run, start)
         yield run[start:end]
         start = end
+
+
+def last_of(run: bytes) -> bytes:
+    """The last event of a run of whole ones; empty for an empty run."""
+    if run.endswith(b"\r\n"):
+        return list(split(run))[-1]
+    before = run.rfind(b"\n\n", 0, -2)
+    last = run[before + 2 :] if before >= 0 else run
+    return last if b"\r" not in last else list(split(run))[-1]
 
 
 def data_of(event: bytes) -> bytes:

@@ -19,6 +19,9 @@ class Outlet(Protocol):
 
     def write(self, data: bytes) -> None: ...
 
+    def soon(self, callback: Callable[[], None]) -> None:
+        """Have *callback* called in the loop's next turn."""
+
     def abort(self) -> None: ...
 
 
@@ -27,14 +30,18 @@ class Responder:
 
     ``on_pause`` and ``on_resume`` are called when the client's buffer fills and when it has drained: whoever
     feeds the answer sets them, and need not wait otherwise.
+
+    What is likely to be followed by more within one turn of the loop is held until the end of that turn: a write is
+    a system call, which costs more than all else that is done for it.
     """
 
-    __slots__ = ("_chunked", "_connection", "_request", "ended", "on_pause", "on_resume", "started")
+    __slots__ = ("_chunked", "_connection", "_held", "_request", "ended", "on_pause", "on_resume", "started")
 
     def __init__(self, connection: Outlet, request: Request) -> None:
         self._connection = connection
         self._request = request
         self._chunked = False
+        self._held: list[bytes] = []
         self.started = False
         self.ended = False
         self.on_pause: Callable[[], None] | None = None
@@ -63,24 +70,45 @@ class Responder:
         if not self._chunked:
             # HTTP/1.0 knows the end of such a body by the end of the connection.
             self._request.keep_alive = False
-        self._connection.write(self._head(status, [*headers, *framing]))
+        self._hold(self._head(status, [*headers, *framing]))
 
-    def write(self, data: bytes) -> None:
-        """A piece of the body."""
-        if data and self._request.method != "HEAD":
-            self._connection.write(chunk(data) if self._chunked else data)
+    def write(self, data: bytes, *, last: bool = False) -> None:
+        """A piece of the body; *last* when :meth:`end` is likely to follow at once."""
+        if not data or self._request.method == "HEAD":
+            return
+        framed = chunk(data) if self._chunked else data
+        if last:
+            self._hold(framed)
+        elif self._held:
+            self._held.append(framed)
+            self._flush()
+        else:
+            self._connection.write(framed)
 
     def end(self) -> None:
         """The end of a body that came in pieces."""
         assert self.started, "the head goes first"
         self.ended = True
         if self._chunked and self._request.method != "HEAD":
-            self._connection.write(LAST_CHUNK)
+            self._held.append(LAST_CHUNK)
+        self._flush()
 
     def abort(self) -> None:
         """Cut the connection: the client must see that the answer isn't whole."""
         self.ended = True
+        self._held.clear()
         self._connection.abort()
+
+    def _hold(self, data: bytes) -> None:
+        if not self._held:
+            self._connection.soon(self._flush)
+        self._held.append(data)
+
+    def _flush(self) -> None:
+        if self._held:
+            data = self._held[0] if len(self._held) == 1 else b"".join(self._held)
+            self._held.clear()
+            self._connection.write(data)
 
     def _head(self, status: int, headers: list[Header]) -> bytes:
         if not self._request.keep_alive:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import itertools
 import logging
 import secrets
@@ -437,6 +438,7 @@ async def serve(
     if alive is not None:
         watch_parent(alive, stop.set)
     proxy = Proxy(settings)
+    spare_collections()
     try:
         on_ready(await proxy.start())
         await stop.wait()
@@ -447,6 +449,17 @@ async def serve(
             loop.add_signal_handler(number, partial(stopping.cancel))
         with contextlib.suppress(asyncio.CancelledError):
             await stopping
+
+
+def spare_collections() -> None:
+    """Have the garbage collector look less often, and not at what stays.
+
+    A request makes hundreds of objects and next to no cycles: to search them for some after every 700 is a tenth
+    of the work.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
 
 
 def serve_workers(

@@ -133,7 +133,7 @@ class Joined:
         if not self._responder.paused:
             response.resume()
 
-        def write(run: bytes) -> None:
+        def write(run: bytes, *, last: bool) -> None:
             self._write(place, run)
 
         passage = Passage(write, correction, journey.rules, self._way.metrics)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from typing import Protocol
 
-from baton.http import EventBuffer, split
+from baton.http import EventBuffer, last_of
 from baton.proxy.answers import Correction
 from baton.proxy.errors import ProxyError, StreamFailed
 from baton.proxy.legs import Rules
@@ -15,11 +15,20 @@ MOST_EVENT_BYTES = 64 << 20
 """An event longer than this is no event."""
 
 
+_DONE = b"[DONE]\n\n"
+
+
+class Write(Protocol):
+    """:meth:`baton.http.Responder.write`."""
+
+    def __call__(self, data: bytes, /, *, last: bool) -> None: ...
+
+
 class Passage:
     """Passes whole events on as they come, put right where they must be, and watches how the stream ends.
 
     Args:
-        write: takes the bytes for the client.
+        write: takes the bytes for the client, and whether they are likely to be the last.
         correction: what must be put right.
         rules: of the endpoint.
         metrics: where the time between events is counted.
@@ -31,7 +40,7 @@ class Passage:
 
     __slots__ = ("_buffer", "_correction", "_last", "_metrics", "_rules", "_write", "failed", "first_at", "last_at")
 
-    def __init__(self, write: Callable[[bytes], None], correction: Correction, rules: Rules, metrics: Metrics) -> None:
+    def __init__(self, write: Write, correction: Correction, rules: Rules, metrics: Metrics) -> None:
         self._write = write
         self._correction = correction
         self._rules = rules
@@ -58,7 +67,7 @@ class Passage:
             if not run:
                 return
         self._last = run
-        self._write(run)
+        self._write(run, last=run.endswith(_DONE))
 
     def close(self) -> None:
         """The stream has come to its end.
@@ -69,6 +78,5 @@ class Passage:
         """
         if self.failed is not None:
             raise StreamFailed(self.failed)
-        events = list(split(self._last))
-        if self._buffer.rest or not events or not events[-1].startswith(self._rules.ends):
+        if self._buffer.rest or not last_of(self._last).startswith(self._rules.ends):
             raise ProxyError(502, "the decode server ended its answer before it was whole")
