@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, cast
 
 from baton.http import ClientError, Limits, Request, Responder, Response
@@ -96,6 +96,9 @@ class Desk:
     def time(self) -> float:
         return self.now
 
+    def call_soon(self, callback: Callable[[], None]) -> None:
+        callback()
+
     def create_task(self, work: Coroutine[Any, Any, None]) -> Any:
         self.jobs.append(Job(work))
         return self.jobs[-1]
@@ -138,7 +141,7 @@ class Call:
         self.socket = Socket()
         self.connection = ClientConnection(loop, lambda _: None)
         self.connection.connection_made(cast(Any, self.socket))
-        self._head = self.connection.send((), bodiless=head)
+        self._head = self.connection.send((b"",), bodiless=head)
         self._reading: Coroutine[Any, Any, bytes] | None = None
         self._awaited: asyncio.Future[None] | None = None
         self.response: Response | None = None

@@ -15,8 +15,6 @@ import httptools
 from baton.http.messages import Header, first
 
 Buffer = bytes | memoryview
-JOINED_BYTES = 32 << 10
-"""Up to here one copy costs less than a second piece."""
 HEAD_BYTES = 256 << 10
 """Of a response's head, of its trailers, and of what stands between two pieces of its body."""
 
@@ -153,7 +151,8 @@ class ClientConnection(asyncio.Protocol):
             bodiless: whether the response has no body whatever its head says (HEAD).
         """
         assert self._transport is not None and self._complete, "one request at a time"
-        self._parser = httptools.HttpResponseParser(self)
+        if self._parser is None:
+            self._parser = httptools.HttpResponseParser(self)
         self._head = self._loop.create_future()
         self._end = None
         self._error = None
@@ -168,8 +167,6 @@ class ClientConnection(asyncio.Protocol):
         self.requests += 1
         if len(data) == 1:
             self._transport.write(data[0])
-        elif sum(map(len, data)) < JOINED_BYTES:
-            self._transport.write(b"".join(data))
         else:
             self._transport.writelines(data)
         return self._head

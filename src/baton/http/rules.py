@@ -52,13 +52,16 @@ class Refused(Exception):
         self.reason = reason
 
 
-def check_head(request: Request, limits: Limits) -> None:
+def check_head(request: Request, limits: Limits) -> bytes | None:
     """Refuse what two parsers could read in two ways, and what is too long by its own word.
+
+    Returns:
+        What the request expects of the server, or None.
 
     Raises:
         Refused: with the status that says so.
     """
-    host = length = coding = None
+    host = length = coding = expect = None
     for name, value in request.headers:
         if name == b"host":
             host = value if host is None else _twice(400, "Host")
@@ -66,6 +69,8 @@ def check_head(request: Request, limits: Limits) -> None:
             length = value if length is None else _twice(400, "Content-Length")
         elif name == b"transfer-encoding":
             coding = value if coding is None else _twice(501, "Transfer-Encoding")
+        elif name == b"expect" and expect is None:
+            expect = value
     if coding is not None:
         if length is not None:
             raise Refused(400, "Content-Length and Transfer-Encoding contradict each other")
@@ -76,8 +81,13 @@ def check_head(request: Request, limits: Limits) -> None:
             raise Refused(400, "Content-Length is not a number")
         if len(length) > _LONGEST_LENGTH or int(length) > limits.body_bytes:
             raise Refused(413, f"the body is over {limits.body_bytes} bytes")
-    if host is None:
-        host = b"" if request.http_1_0 else None
+    _check_host(host, request.http_1_0)
+    return expect
+
+
+def _check_host(host: bytes | None, http_1_0: bool) -> None:
+    if host is None and http_1_0:
+        return
     if host is None or not _is_host(host):
         raise Refused(400, "a request has exactly one Host header, and that is a host")
 

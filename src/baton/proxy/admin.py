@@ -93,7 +93,8 @@ def routes(way: Way, carried: Callable[[Request], list[Header]], peers: Peers) -
         # What only the proxy may say is taken out here too: these reach the same engines.
         _, raw = legs.parse(request.body)
         instance = turn.pick(way.fleet.usable(Role.DECODE))
-        async with way.upstream.post(instance, request.target, carried(request), (raw,)) as response:
+        headers = [_JSON, *carried(request)]
+        async with way.upstream.post(instance, request.target, headers, (raw,)) as response:
             return await read_answer(response)
 
     own: dict[str, Route] = {

@@ -21,6 +21,7 @@ from baton.proxy.errors import ProxyError
 from baton.proxy.legs import Body, Rules, Style
 from baton.proxy.ticket import TRUSTED_KEYS, Ticket
 
+# Every event is searched for these words; with bytes.find, since `in` makes an exception and forgets it for each.
 # In JSON a quote within a text is escaped: these match keys and values, never what a model wrote.
 _TRUSTED = re.compile(rb'"(?:kv|ec)_transfer_params"\s*:(?!\s*null)')
 _FAILED = re.compile(rb'"finish_reason"\s*:\s*"(?:error|abort)"')
@@ -42,7 +43,12 @@ class Prefilled:
 
 def failed(raw: bytes) -> bool:
     """Whether an answer or an event, in JSON, says that generation failed or was broken off."""
-    return (b'"error"' in raw or b'"abort"' in raw) and _FAILED.search(raw) is not None
+    return suspicious(raw) and _FAILED.search(raw) is not None
+
+
+def suspicious(raw: bytes) -> bool:
+    """Whether an answer can speak of a failure."""
+    return raw.find(b'"error"') >= 0 or raw.find(b'"abort"') >= 0
 
 
 def is_error(event: bytes, data: bytes) -> bool:
@@ -51,11 +57,11 @@ def is_error(event: bytes, data: bytes) -> bool:
 
 
 def names_hosts(raw: bytes) -> bool:
-    return b"_transfer_params" in raw and _TRUSTED.search(raw) is not None
+    return raw.find(b"_transfer_params") >= 0 and _TRUSTED.search(raw) is not None
 
 
 def counts_cached(raw: bytes) -> bool:
-    return b"cached_tokens" in raw or b"cache_read_input_tokens" in raw
+    return raw.find(b"cached_tokens") >= 0 or raw.find(b"cache_read_input_tokens") >= 0
 
 
 class Correction:
@@ -84,8 +90,7 @@ class Correction:
             self._prompt is not None
             or (self._handed_over and counts_cached(raw))
             or names_hosts(raw)
-            or b'"error"' in raw
-            or b'"abort"' in raw
+            or suspicious(raw)
         )
 
     def whole(self, raw: bytes) -> bytes:

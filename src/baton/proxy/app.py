@@ -322,7 +322,7 @@ class Proxy:
             if value:
                 own_id = value
                 break
-        headers = [*self.carried(request), (b"x-request-id", request_id)]
+        headers = [_JSON, *self.carried(request), (b"x-request-id", request_id)]
         answer_headers = [(b"x-request-id", own_id), *common]
         return Journey(
             request, rules, {}, b"", request_id, headers, answer_headers, times, named=self.way.name_instances

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from baton.cluster import Endpoint, Role
+from baton.http import Header
 
 logger = logging.getLogger("baton.proxy")
 
@@ -29,6 +30,7 @@ class ProxyInstance:
         place: its place among its role, which never changes.
         usable: whether it answered last time it was asked or used.
         in_flight: requests on it now.
+        named: the header by which an answer names it.
     """
 
     endpoint: Endpoint
@@ -36,6 +38,10 @@ class ProxyInstance:
     place: int
     usable: bool = False
     in_flight: int = 0
+    named: Header = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.named = (f"x-baton-{self.endpoint.role}".encode(), self.id.encode())
 
     def set_usable(self, usable: bool, why: str) -> None:
         if usable != self.usable:
@@ -55,13 +61,19 @@ class Fleet:
             place = len(pool)
             pool.append(ProxyInstance(endpoint, f"{endpoint.role.letter}{place}", place))
 
-    def usable(self, role: Role) -> list[ProxyInstance]:
+    def usable(self, role: Role) -> Sequence[ProxyInstance]:
         """The usable instances of *role*, in order.
 
         Raises:
             NoInstance: there is none.
         """
         pool = self.pools[role]
+        for instance in pool:
+            if not instance.usable:
+                break
+        else:
+            if pool:
+                return pool
         usable = [instance for instance in pool if instance.usable]
         if not usable:
             raise NoInstance(role, len(pool))

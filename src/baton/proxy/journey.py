@@ -121,9 +121,9 @@ class Journey:
         if not self.named:
             return made
         if self.prefill is not None:
-            made.append((b"x-baton-prefill", self.prefill.id.encode()))
+            made.append(self.prefill.named)
         if self.decode is not None:
-            made.append((b"x-baton-decode", self.decode.id.encode()))
+            made.append(self.decode.named)
         return made
 
 

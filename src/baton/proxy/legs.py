@@ -255,10 +255,14 @@ def prefill_leg(body: Body, rules: Rules = COMPLETIONS) -> dict[str, Any]:
 
 
 def _one_token(fields: Body, rules: Rules) -> dict[str, Any]:
-    made = {name: value for name, value in fields.items() if name not in rules.dropped}
-    made.update({name: 1 for name in rules.caps if fields.get(name) is not None})
+    dropped = rules.dropped
+    made = {name: value for name, value in fields.items() if name not in dropped}
+    for name in rules.caps:
+        if made.get(name) is not None:
+            made[name] = 1
     made[rules.cap] = 1
-    return {**made, **rules.added}
+    made.update(rules.added)
+    return made
 
 
 def without_prompt_scores(body: Body, rules: Rules) -> dict[str, Any]:

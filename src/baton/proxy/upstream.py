@@ -207,9 +207,7 @@ class Upstream:
         Args:
             linger_seconds: see :meth:`baton.http.Pool.request`.
         """
-        exchange = self._pools[instance.id].request(
-            b"POST", path, [_JSON, *headers], body, linger_seconds=linger_seconds
-        )
+        exchange = self._pools[instance.id].request(b"POST", path, headers, body, linger_seconds=linger_seconds)
         return Leg(instance, exchange, self._timeout, span)
 
     def get(self, instance: ProxyInstance, path: bytes, headers: Iterable[Header]) -> Leg:
