@@ -32,6 +32,7 @@ from baton.cluster import Endpoint, Role
 from baton.http.client import Pool
 from baton.http.client_connection import ClientConnection
 from baton.http.connection import Connection
+from baton.http.outbox import Outbox
 from baton.proxy import Proxy, ProxySettings, app
 from baton.proxy.tracing import Tracer
 
@@ -70,7 +71,7 @@ class Wire:
 async def connect(pool: Pool) -> ClientConnection:
     """In place of :meth:`Pool.connect`: a connection to an engine that answers in the loop's next turn."""
     loop = asyncio.get_running_loop()
-    connection = ClientConnection(loop, lambda _: None)
+    connection = ClientConnection(loop, Outbox(), lambda _: None)
 
     def answer(data: bytes) -> None:
         if pool.origin.port == 1:

@@ -13,6 +13,7 @@ from typing import Any, cast
 from baton.http import ClientError, Limits, Request, Responder, Response
 from baton.http.client_connection import ClientConnection
 from baton.http.connection import Connection
+from baton.http.outbox import Outbox
 from baton.http.server import plain_refusal
 
 
@@ -82,6 +83,8 @@ class Desk:
         self.limits = limits or Limits()
         self.refusal = plain_refusal
         self.connections: set[Connection] = set()
+        self.outbox = Outbox()
+        self.busy = 0
         self.seen: list[Request] = []
         self.jobs: deque[Job] = deque()
         self.now = 0.0
@@ -139,7 +142,7 @@ class Call:
 
     def __init__(self, loop: asyncio.AbstractEventLoop, *, head: bool = False) -> None:
         self.socket = Socket()
-        self.connection = ClientConnection(loop, lambda _: None)
+        self.connection = ClientConnection(loop, Outbox(), lambda _: None)
         self.connection.connection_made(cast(Any, self.socket))
         self._head = self.connection.send((b"",), bodiless=head)
         self._reading: Coroutine[Any, Any, bytes] | None = None

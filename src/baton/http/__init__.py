@@ -3,7 +3,6 @@
 from baton.http.client import Exchange, Origin, Pool, Timeouts
 from baton.http.client_connection import (
     Broken,
-    Buffer,
     ClientError,
     ConnectFailed,
     OutOfDescriptors,
@@ -13,6 +12,7 @@ from baton.http.client_connection import (
 )
 from baton.http.events import EventBuffer, data_of, last_of, split, with_data
 from baton.http.messages import Header, Request
+from baton.http.outbox import Buffer
 from baton.http.responder import Responder
 from baton.http.rules import Limits
 from baton.http.server import Server

@@ -11,7 +11,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from baton.http.client_connection import (
-    Buffer,
     ClientConnection,
     ClientError,
     ConnectFailed,
@@ -21,6 +20,7 @@ from baton.http.client_connection import (
     TooSlow,
 )
 from baton.http.messages import Header, head
+from baton.http.outbox import Buffer, Outbox
 
 JOINED_BYTES = 32 << 10
 _CLOSED_AT_ONCE = "no connection: the server closed it at once"
@@ -94,7 +94,7 @@ class Exchange:
                 raise
         self._connection = connection
         try:
-            waiting = connection.send(self._data, bodiless=self._bodiless)
+            waiting = connection.send(self._data, bodiless=self._bodiless, busy=pool.busy)
             if times.head is not None or times.total is not None:
                 connection.limit(times.head, times.total, began)
             return await waiting
@@ -125,8 +125,14 @@ class Pool:
         self._idle: list[ClientConnection] = []
         self._all: set[ClientConnection] = set()
         self._closed = False
+        self._outbox = Outbox()
         self._deliveries: set[asyncio.Task[None]] = set()
         self._host = b"host: %b\r\n" % origin.authority
+
+    @property
+    def busy(self) -> int:
+        """Connections with an exchange under way."""
+        return len(self._all) - len(self._idle)
 
     @property
     def size(self) -> int:
@@ -213,7 +219,7 @@ class Pool:
         """
         loop = asyncio.get_running_loop()
         origin, times = self.origin, self.timeouts
-        connection = ClientConnection(loop, self._lost)
+        connection = ClientConnection(loop, self._outbox, self._lost)
         tls, name = origin.tls, None if origin.tls is None else origin.host
         all_of_it = times.total is not None and (times.connect is None or times.total <= times.connect)
         seconds = times.total if all_of_it else times.connect

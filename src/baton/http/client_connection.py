@@ -13,8 +13,8 @@ from typing import cast
 import httptools
 
 from baton.http.messages import Header, first
+from baton.http.outbox import Buffer, Outbox
 
-Buffer = bytes | memoryview
 HEAD_BYTES = 256 << 10
 """Of a response's head, of its trailers, and of what stands between two pieces of its body."""
 
@@ -105,9 +105,12 @@ class _Odd(Exception):
 class ClientConnection(asyncio.Protocol):
     """One connection to one server; one request at a time."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, on_lost: Callable[[ClientConnection], None]) -> None:
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, outbox: Outbox, on_lost: Callable[[ClientConnection], None]
+    ) -> None:
         # for as long as the connection
         self._loop = loop
+        self._outbox = outbox
         self._on_lost = on_lost
         self._transport: asyncio.Transport | None = None
         self.requests = 0
@@ -143,12 +146,13 @@ class ClientConnection(asyncio.Protocol):
         """Whether the next request can use it: the last response is whole and the peer keeps it open."""
         return self._complete and self._keep_alive and self.open
 
-    def send(self, data: Sequence[Buffer], *, bodiless: bool) -> asyncio.Future[Response]:
+    def send(self, data: Sequence[Buffer], *, bodiless: bool, busy: int = 0) -> asyncio.Future[Response]:
         """Send one request; the future gives the response once its head is in.
 
         Args:
             data: head and body, in pieces.
             bodiless: whether the response has no body whatever its head says (HEAD).
+            busy: how many exchanges are under way besides.
         """
         assert self._transport is not None and self._complete, "one request at a time"
         if self._parser is None:
@@ -165,10 +169,7 @@ class ClientConnection(asyncio.Protocol):
         self._bodiless = bodiless
         self._undigested = 0
         self.requests += 1
-        if len(data) == 1:
-            self._transport.write(data[0])
-        else:
-            self._transport.writelines(data)
+        self._outbox.write(self._transport, data, busy)
         return self._head
 
     def linger(self, seconds: float) -> None:

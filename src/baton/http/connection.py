@@ -15,6 +15,7 @@ from typing import Protocol, cast
 import httptools
 
 from baton.http.messages import Header, Request, head, status_line
+from baton.http.outbox import Outbox
 from baton.http.responder import Responder
 from baton.http.rules import Limits, Refused, check_head, is_path, origin_form
 
@@ -34,12 +35,16 @@ class Host(Protocol):
     Attributes:
         handler, limits, refusal: the server's.
         connections: those that are open; each adds and removes itself.
+        outbox: through which all of them write.
+        busy: handlers that are running.
     """
 
     handler: Handler
     limits: Limits
     refusal: Refusal
     connections: set[Connection]
+    outbox: Outbox
+    busy: int
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
@@ -230,7 +235,7 @@ class Connection(asyncio.Protocol):
 
     def write(self, data: bytes) -> None:
         if self._transport is not None and not self._transport.is_closing():
-            self._transport.write(data)
+            self._server.outbox.write(self._transport, (data,), self._server.busy)
 
     def soon(self, callback: Callable[[], None]) -> None:
         self._server.loop.call_soon(callback)
@@ -280,6 +285,7 @@ class Connection(asyncio.Protocol):
 
     async def _run(self, request: Request, responder: Responder) -> None:
         """One handler; whatever it leaves open is closed here."""
+        self._server.busy += 1
         try:
             await self._server.handler(request, responder)
         except asyncio.CancelledError:
@@ -292,6 +298,7 @@ class Connection(asyncio.Protocol):
             if not responder.ended:
                 logger.error("a handler left %s without a whole answer", request.path)
                 self._finish(responder)
+        self._server.busy -= 1
         self._done(request)
 
     def _finish(self, responder: Responder) -> None:
@@ -343,6 +350,7 @@ class Connection(asyncio.Protocol):
         kind, body = self._server.refusal(refused.status, refused.reason)
         headers = [(b"content-type", kind), (b"content-length", b"%d" % len(body)), (b"connection", b"close")]
         self.write(head(status_line(refused.status), headers) + body)
+        self._server.outbox.flush()
         if self._transport.can_write_eof():
             # A socket that is closed with unread bytes is reset, and the answer with it (RFC 9112, 9.6): the client
             # gets a while to read it and to hang up.
@@ -355,6 +363,7 @@ class Connection(asyncio.Protocol):
         """Close once what was written has gone out; a client that does not take it is cut off by :meth:`late`."""
         assert self._transport is not None
         self._closing = True
+        self._server.outbox.flush()
         self._watch_unsent()
         self._transport.close()
 

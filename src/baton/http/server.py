@@ -8,6 +8,7 @@ import socket
 import ssl
 
 from baton.http.connection import Connection, Handler, Refusal
+from baton.http.outbox import Outbox
 from baton.http.rules import Limits
 
 SWEEP_SECONDS = 1.0
@@ -35,6 +36,8 @@ class Server:
         self.limits = limits or Limits()
         self.refusal = refusal
         self.connections: set[Connection] = set()
+        self.outbox = Outbox()
+        self.busy = 0
         self._servers: list[asyncio.Server] = []
         self._drained: asyncio.Event | None = None
         self._sweeping: asyncio.TimerHandle | None = None
