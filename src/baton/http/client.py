@@ -104,6 +104,10 @@ class Exchange:
             raise
 
     async def __aexit__(self, *_: object) -> None:
+        self.leave()
+
+    def leave(self) -> None:
+        """What leaving the block does."""
         assert self._connection is not None
         if not self._pool.give_back(self._connection):
             self._leave(self._connection)

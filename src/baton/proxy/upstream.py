@@ -112,48 +112,31 @@ class Leg:
     entered twice for every request.
     """
 
-    __slots__ = ("_deadline", "_exchange", "_instance", "_span")
+    __slots__ = ("_exchange", "_instance", "_span")
 
-    def __init__(
-        self, instance: ProxyInstance, exchange: Exchange, timeout_seconds: float | None, span: Span | None
-    ) -> None:
+    def __init__(self, instance: ProxyInstance, exchange: Exchange, span: Span | None) -> None:
         self._instance = instance
         self._exchange = exchange
         self._span = span
-        self._deadline = None if timeout_seconds is None else asyncio.timeout(timeout_seconds)
 
     async def __aenter__(self) -> Response:
         self._instance.in_flight += 1
         try:
-            if self._deadline is not None:
-                await self._deadline.__aenter__()
             return await self._exchange.__aenter__()
         except BaseException as error:
             self._instance.in_flight -= 1
             if self._span is not None:
                 self._span.end(error)
-            if self._deadline is not None:
-                await self._end_deadline(error)
             self._explain(error)
             raise
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, at: object) -> None:
         self._instance.in_flight -= 1
-        await self._exchange.__aexit__(kind, error, at)
+        self._exchange.leave()
         if self._span is not None:
             self._span.end(error)
-        if self._deadline is not None:
-            await self._end_deadline(error)
         if error is not None:
             self._explain(error)
-
-    async def _end_deadline(self, error: BaseException | None) -> None:
-        """Leave the deadline; when it was what cancelled us, say so."""
-        assert self._deadline is not None
-        try:
-            await self._deadline.__aexit__(type(error) if error else None, error, None)
-        except TimeoutError as late:
-            self._explain(late)
 
     def _explain(self, error: BaseException) -> None:
         """Raise the answer for *error*, when there is one."""
@@ -164,7 +147,7 @@ class Leg:
             case ConnectFailed():
                 self._instance.set_usable(False, str(error))
                 raise ProxyError(503, f"the {role} server cannot be reached", retry_after=1) from error
-            case TimeoutError() | TooSlow():
+            case TooSlow():
                 raise ProxyError(504, f"the {role} server took too long") from error
             case Broken():
                 raise ProxyError(502, f"the {role} server broke off its answer") from error
@@ -180,12 +163,11 @@ class Upstream:
     """
 
     def __init__(self, fleet: Fleet, timeout_seconds: float | None = None, tls: ssl.SSLContext | None = None) -> None:
-        self._timeout = timeout_seconds
+        times = Timeouts(total=timeout_seconds)
         self._pools = {
-            each.id: Pool(
-                Origin(each.endpoint.host, each.endpoint.port, tls if each.endpoint.tls else None), Timeouts()
-            )
-            for each in fleet
+            instance.id: Pool(Origin(at.host, at.port, tls if at.tls else None), times)
+            for instance in fleet
+            for at in (instance.endpoint,)
         }
 
     def post(
@@ -208,11 +190,11 @@ class Upstream:
             linger_seconds: see :meth:`baton.http.Pool.request`.
         """
         exchange = self._pools[instance.id].request(b"POST", path, headers, body, linger_seconds=linger_seconds)
-        return Leg(instance, exchange, self._timeout, span)
+        return Leg(instance, exchange, span)
 
     def get(self, instance: ProxyInstance, path: bytes, headers: Iterable[Header]) -> Leg:
         """The same for a GET."""
-        return Leg(instance, self._pools[instance.id].request(b"GET", path, headers), self._timeout, None)
+        return Leg(instance, self._pools[instance.id].request(b"GET", path, headers), None)
 
     def pool(self, endpoint: Endpoint) -> Pool:
         """The connections to one engine."""
