@@ -69,7 +69,7 @@ async def main(port: int, clients: int, seconds: float, kind: str, chars: int) -
     body = json.dumps({"model": "m", "prompt": "x" * chars, "max_tokens": 16, "stream": kind == "stream"}).encode()
     request = (
         b"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
-        b"content-length: %d\r\n\r\n%b" % (len(body), body)
+        b"authorization: Bearer key\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body)
     )
     started = time.perf_counter()
     dones = [loop.create_future() for _ in range(clients)]

@@ -16,6 +16,7 @@ import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -37,6 +38,7 @@ PACKAGES = (
     "httptools==0.9.0",
 )
 OURS = "baton"
+ONE = "baton, one process"
 ROUTER = "vllm-router"
 START_SECONDS = 60.0
 
@@ -61,26 +63,26 @@ def rivals_python() -> str:
     return str(python)
 
 
-def commands(ports: dict[str, int]) -> dict[str, Sequence[str]]:
+def ours(port: int, prefill: str, decode: str, folder: str) -> tuple[str, ...]:
+    """Baton's proxy with all its features but spans."""
+    return (
+        *(sys.executable, "-m", "baton.cli", "proxy", "--port", str(port), "--log-level", "error"),
+        *("--prefiller-ports", prefill, "--decoder-ports", decode),
+        *("--api-key", "other", "--api-key", "key", "--access-log", f"{folder}/{port}.log"),
+        *("--cors-allowed-origins", "https://a.example", "--max-concurrent-requests", "10000"),
+        *("--request-timeout-secs", "1800", "--sse-keepalive-secs", "15"),
+    )
+
+
+def commands(ports: dict[str, int], folder: str) -> dict[str, Sequence[str]]:
     """Everything that runs, by name."""
     python, prefill, decode = rivals_python(), str(ports["prefill"]), str(ports["decode"])
     return {
         "prefill": (sys.executable, str(HERE / "fake_engine.py"), "prefill", prefill),
         "decode": (sys.executable, str(HERE / "fake_engine.py"), "decode", decode),
-        OURS: (
-            sys.executable,
-            "-m",
-            "baton.cli",
-            "proxy",
-            "--port",
-            str(ports[OURS]),
-            "--prefiller-ports",
-            prefill,
-            "--decoder-ports",
-            decode,
-            "--log-level",
-            "error",
-        ),
+        # with everything on that a front door has; the router takes every core by itself, Baton when told to
+        OURS: (*ours(ports[OURS], prefill, decode, folder), "--workers", "2"),
+        ONE: ours(ports[ONE], prefill, decode, folder),
         # at its best: round robin, log level error, its own defaults else
         ROUTER: (
             str(VENV / "bin" / "vllm-router"),
@@ -112,11 +114,11 @@ def commands(ports: dict[str, int]) -> dict[str, Sequence[str]]:
 
 
 @contextmanager
-def running(ports: dict[str, int]) -> Iterator[None]:
+def running(ports: dict[str, int], folder: str) -> Iterator[None]:
     """All of them, up; stopped by pid in the end."""
     processes = {
         name: subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        for name, argv in commands(ports).items()
+        for name, argv in commands(ports, folder).items()
     }
     try:
         for name, process in processes.items():
@@ -185,11 +187,11 @@ def main() -> int:
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
     cases = QUICK if args.quick else CASES
-    names = ["direct", OURS, ROUTER, "aiohttp", "fastapi+httpx"]
+    names = ["direct", OURS, ONE, ROUTER, "aiohttp", "fastapi+httpx"]
     ports = free_ports(["prefill", *names[1:], "router metrics", "decode"])
     ports["direct"] = ports["decode"]
     results: dict[str, dict[str, list[dict[str, Any]]]] = {}
-    with running(ports):
+    with tempfile.TemporaryDirectory() as folder, running(ports, folder):
         for number in range(args.rounds):
             for case in cases:
                 label = f"{case[0]}, {case[1]} clients" + (", 220 KB" if case[2] > 1000 else "")

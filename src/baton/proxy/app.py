@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import itertools
 import logging
 import secrets
@@ -31,6 +30,7 @@ from baton.proxy.errors import ProxyError, StreamFailed, error_event
 from baton.proxy.fleet import Fleet, NoInstance
 from baton.proxy.journey import EngineRefusal, Journey, State, Times, Way, prefill_alone
 from baton.proxy.legs import Rules, Style
+from baton.proxy.memory import settle_memory
 from baton.proxy.metrics import Metrics
 from baton.proxy.modes import run_read, run_several
 from baton.proxy.routing import POLICIES
@@ -438,7 +438,7 @@ async def serve(
     if alive is not None:
         watch_parent(alive, stop.set)
     proxy = Proxy(settings)
-    spare_collections()
+    settle_memory()
     try:
         on_ready(await proxy.start())
         await stop.wait()
@@ -449,17 +449,6 @@ async def serve(
             loop.add_signal_handler(number, partial(stopping.cancel))
         with contextlib.suppress(asyncio.CancelledError):
             await stopping
-
-
-def spare_collections() -> None:
-    """Have the garbage collector look less often, and not at what stays.
-
-    A request makes hundreds of objects and next to no cycles: to search them for some after every 700 is a tenth
-    of the work.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(50_000, 20, 20)
 
 
 def serve_workers(
