@@ -5,7 +5,7 @@ Rivals: vllm-router (Rust, from its package), a proxy on aiohttp, one on FastAPI
 directly, as what the load could get at most. They live in a venv of their own. Everything runs on this
 machine's cores at once, so compare only within a run, and run nothing else.
 
-usage: python bench/proxy/run.py [--rounds 3] [--seconds 3] [--quick] [--json FILE]
+usage: python bench/proxy/run.py [--rounds 3] [--seconds 3] [--quick] [--json FILE] [--write]
 """
 
 from __future__ import annotations
@@ -36,7 +36,11 @@ PACKAGES = (
     "httpx==0.28.1",
     "uvloop==0.23.0",
     "httptools==0.9.0",
+    "matplotlib==3.10.7",
 )
+PAGE = ROOT / "docs" / "performance.md"
+PICTURE = ROOT / "docs" / "proxy.svg"
+FROM, TO = "<!-- from bench/proxy/run.py -->", "<!-- to here -->"
 OURS = "baton"
 ONE = "baton, one process"
 ROUTER = "vllm-router"
@@ -184,7 +188,8 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=3.0)
     parser.add_argument("--quick", action="store_true", help="fewer cases")
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="where to put every single result")
+    parser.add_argument("--write", action="store_true", help=f"put table and plot into docs/{PAGE.name}")
     args = parser.parse_args()
     cases = QUICK if args.quick else CASES
     names = ["direct", OURS, ONE, ROUTER, "aiohttp", "fastapi+httpx"]
@@ -202,7 +207,24 @@ def main() -> int:
     print("\n" + table(results))
     if args.json:
         args.json.write_text(json.dumps(results, indent=1))
+    if args.write:
+        write(results, f"python bench/proxy/run.py --rounds {args.rounds} --seconds {args.seconds:g}")
     return 0
+
+
+def write(results: dict[str, dict[str, list[dict[str, Any]]]], command: str) -> None:
+    """Table and plot into the docs, with the commit that was measured."""
+    commit = subprocess.run(
+        ("git", "rev-parse", "--short", "HEAD"), cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    head, _, rest = PAGE.read_text().partition(FROM)
+    _, _, tail = rest.partition(TO)
+    said = f"`{command}` at commit {commit.stdout.strip()}:"
+    PAGE.write_text(f"{head}{FROM}\n{said}\n\n{table(results)}\n\n![requests a second]({PICTURE.name})\n{TO}{tail}")
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        json.dump(results, file)
+        file.flush()
+        subprocess.run((rivals_python(), str(HERE / "plot.py"), file.name, str(PICTURE)), check=True)
 
 
 if __name__ == "__main__":

@@ -376,6 +376,17 @@ def test_a_path_cannot_break_the_access_log(tmp_path: Path) -> None:
     assert "/a\\nGET" in line and "\x1b" not in line
 
 
+def test_a_full_disk_costs_lines_and_no_requests(caplog: pytest.LogCaptureFixture) -> None:
+    async def test(made: House) -> None:
+        for _ in range(200):
+            async with made.post({"prompt": "a"}) as response:
+                assert response.status == 200
+            made.proxy._access_log.flush()  # type: ignore[union-attr]
+
+    with_house(test, access_log="/dev/full")
+    assert caplog.text.count("the access log cannot be written: No space left on device") == 1
+
+
 # stopping
 
 

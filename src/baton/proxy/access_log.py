@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
+
+logger = logging.getLogger("baton.proxy")
 
 FLUSH_BYTES = 32 << 10
 
@@ -24,6 +28,7 @@ class AccessLog:
         self._stream: IO[str] = sys.stdout
         if path != "-":
             self._stream = Path(path).open("a", buffering=FLUSH_BYTES)  # noqa: SIM115 - closed by close()
+        self._told = False
         self._second = 0
         self._stamp = ""
 
@@ -46,18 +51,31 @@ class AccessLog:
             self._second = second
             self._stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(second))
         first = f" ttft={first_event_seconds:.4f}" if first_event_seconds else ""
-        self._stream.write(
-            f"{self._stamp}.{int((now - second) * 1000):03d}Z {method} {_shown(path)} {status} {seconds:.4f}"
-            f" id={request_id} prefill={prefill} decode={decode}{first}\n"
-        )
+        try:
+            self._stream.write(
+                f"{self._stamp}.{int((now - second) * 1000):03d}Z {method} {_shown(path)} {status} {seconds:.4f}"
+                f" id={request_id} prefill={prefill} decode={decode}{first}\n"
+            )
+        except OSError as error:
+            self._lost(error)
 
     def flush(self) -> None:
-        self._stream.flush()
+        try:
+            self._stream.flush()
+        except OSError as error:
+            self._lost(error)
 
     def close(self) -> None:
         self.flush()
         if self._stream is not sys.stdout:
-            self._stream.close()
+            with suppress(OSError):
+                self._stream.close()
+
+    def _lost(self, error: OSError) -> None:
+        """A full disk costs lines of the log, and no requests."""
+        if not self._told:
+            self._told = True
+            logger.warning("the access log cannot be written: %s; lines are lost", error.strerror or error)
 
 
 def _shown(path: str) -> str:
