@@ -303,6 +303,8 @@ def test_a_long_list_of_prompts_is_read(prompt: list[Any]) -> None:
         b'"' + b"x" * 20_000 + b'"',
         long().replace(b"caf", b"\xff", 1),
         long().replace(b"caf", b"\\ud800", 1),
+        long().replace(b"caf", b"\\uDc00\\ud800", 1),
+        long().replace(b"caf", b"\\ud800\\u0041", 1),
         long().replace(b"caf", b"\n", 1),
         long().replace(b"caf", b"\\x", 1),
         long(x=1).replace(b'"x":1', b'"x":NaN'),

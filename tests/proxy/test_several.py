@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from tests.proxy.fakes import FakeEngine, House, hang, prefill_answer, stream, until, with_house
+from tests.proxy.fakes import FakeEngine, House, hang, prefill_answer, settled, stream, until, with_house
 
 
 def text_of(body: dict[str, Any]) -> str:
@@ -201,6 +201,35 @@ def test_a_part_that_breaks_mid_stream_ends_the_whole_with_an_error_and_no_done(
             raw = await response.read()
         assert b"[DONE]" not in raw
         assert json.loads(raw.split(b"\n\n")[-2].removeprefix(b"data: "))["error"]["code"] == 502
+
+    with_house(test)
+
+
+def test_a_part_that_is_ahead_of_the_rest_is_held_back() -> None:
+    async def test(made: House) -> None:
+        several(made)
+        free, written = asyncio.Event(), 0
+
+        async def uneven(engine: FakeEngine, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+            nonlocal written
+            if body["prompt"] == "late":
+                await free.wait()
+                return await decode(engine, request, body)
+            event = b'data: {"id": "x", "choices": [{"index": 0, "text": "%b"}]}\n\n' % (b"x" * (1 << 20))
+            response = await stream(request, [])
+            for _ in range(64):
+                await response.write(event)
+                written += 1
+            await response.write(b"data: [DONE]\n\n")
+            return response
+
+        made.decode[0].answer = uneven
+        asking = asyncio.ensure_future(made.post({"prompt": ["fast", "late"], "stream": True}).__aenter__())
+        await until(lambda: len(made.decode[0].bodies) == 2)
+        assert await settled(lambda: written) < 32  # what sockets hold, and not all of it
+        free.set()
+        raw = await (await asking).read()
+        assert len(texts(raw)[0]) == 64 << 20
 
     with_house(test)
 

@@ -257,6 +257,23 @@ def test_an_error_after_a_comment_is_an_event(breaker: str) -> None:
     with_house(test, keep_alive_seconds=0.03)
 
 
+def test_an_answer_in_one_piece_after_a_comment_is_an_error() -> None:
+    async def test(made: House) -> None:
+        free = asyncio.Event()
+
+        async def whole(*_: Any) -> web.StreamResponse:
+            await free.wait()
+            return web.json_response({"choices": [{"text": "a"}]})
+
+        made.decode[0].answer = whole
+        async with made.post({"prompt": "a", "stream": True}) as response:
+            assert await response.content.readuntil(b"\n\n") == b": keep-alive\n\n"
+            free.set()
+            assert error_of(await response.read(), "")["code"] == 502
+
+    with_house(test, keep_alive_seconds=0.03)
+
+
 def test_without_comments_the_head_waits_for_the_engines() -> None:
     async def test(made: House) -> None:
         made.prefill[0].answer = hang

@@ -137,8 +137,6 @@ class Correction:
 
     def put_right(self, answer: dict[str, Any]) -> dict[str, Any]:
         """An answer, or the data of an event, put right in place."""
-        for key in TRUSTED_KEYS:
-            answer.pop(key, None)
         for holder in (answer, answer.get("response"), answer.get("message")):
             if not isinstance(holder, dict):
                 continue

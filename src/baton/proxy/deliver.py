@@ -44,6 +44,9 @@ class ToClient:
         responder = self._responder
         if not is_stream(response):
             answer = await read_answer(response)
+            if responder.started:
+                # A comment has promised a stream.
+                raise ProxyError(502, "the decode server answered in one piece where a stream was asked for")
             body = correction.whole(answer.body)
             responder.send(200, journey.answer_head(answer.headers), body)
             return

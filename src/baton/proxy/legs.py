@@ -67,7 +67,6 @@ LONG_VALUE = 4 << 10
 _SHALLOW = msgspec.json.Decoder(dict[str, msgspec.Raw])
 # Objects that may hold what only the proxy may say, or the sampling fields.
 _LOOKED_INTO = frozenset({*DOORS, *TRUSTED_KEYS})
-_HALF_PAIR = re.compile(rb"\\u[dD]")
 _EMPTY = re.compile(rb"\s*\}")
 PROMPT_SCORES = ("prompt_logprobs", "prompt_logprob_token_ids")
 """What asks for the logits of the prompt, which only the prefill server sees."""
@@ -167,9 +166,6 @@ def _loads(raw: bytes) -> Any:
 
 
 def _loads_long(raw: bytes) -> Any:
-    # Half a surrogate pair is no text, and only shows when the text is read.
-    if raw.find(b"\\") >= 0 and _HALF_PAIR.search(raw):
-        return _loads(raw)
     try:
         if not raw.isascii():
             raw.decode()
