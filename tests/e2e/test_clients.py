@@ -148,8 +148,8 @@ def test_an_engines_refusal_is_the_sdks_error_with_the_engines_words(
 
 
 def test_the_proxys_own_refusal_names_the_field(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError, match="send n requests") as got:
-        client.chat.completions.create(**chat("Say hello."), n=2)
+    with pytest.raises(openai.BadRequestError, match="at least 1") as got:
+        client.chat.completions.create(**chat("Say hello."), n=0)
     assert got.value.param == "n"
 
 

@@ -46,13 +46,18 @@ def test_clients_that_leave_at_any_moment_leave_no_block_behind(pair: Pair) -> N
             for start in range(0, CLIENTS, 6):
                 await asyncio.gather(*(one(client, number) for number in range(start, start + 6)))
 
+    def pinned() -> float:
+        return pair.prefill.metric("vllm:kv_cache_usage_perc")
+
+    # Other tests may have left a ticket unused: its blocks are free after the lease.
+    assert settled(pinned, 0.0, 4 * LEASE_SECONDS) == 0.0
     asyncio.run(storm())
+    # Within ten seconds of the last one: what is stranded stays for thirty.
     for server in (pair.prefill, pair.decode):
         for gauge in ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"):
-            left = settled(lambda gauge=gauge, server=server: server.metric(gauge), 0.0, LEASE_SECONDS / 2)  # type: ignore[misc]
+            left = settled(lambda gauge=gauge, server=server: server.metric(gauge), 0.0, LEASE_SECONDS / 3)  # type: ignore[misc]
             assert left == 0.0, (server.name, gauge)
     assert pair.proxy.metric("baton_in_flight") == 0
     assert pair.proxy.metric("baton_active_requests") == 0
     assert pair.proxy.metric("baton_cancelled_requests_total") > CLIENTS / 2
-    assert pair.prefill.metric("vllm:nixl_num_kv_expired_reqs_total") == 0
     assert generate(pair.proxy.url, {"model": MODEL, "prompt": "still well", "max_tokens": 1})
