@@ -5,7 +5,10 @@ The whole way of a request runs in one process: bytes go in where a client's soc
 where the engines' would, bytes come out. What remains is the proxy's own work. CPU microseconds a request, the least
 of several rounds, features in turn.
 
-usage: python bench/proxy/cost.py [--requests 3000] [--rounds 5] [--profile json|stream|220 KB]
+On a noisy machine time says little: with --instructions it counts instructions under valgrind's callgrind instead,
+which takes some minutes and is the same every time.
+
+usage: python bench/proxy/cost.py [--requests 3000] [--rounds 5] [--profile json|stream|220 KB] [--instructions]
 """
 
 from __future__ import annotations
@@ -15,11 +18,14 @@ import asyncio
 import cProfile
 import gc
 import json
+import os
 import pstats
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +40,7 @@ from baton.http.client_connection import ClientConnection
 from baton.http.connection import Connection
 from baton.http.outbox import Outbox
 from baton.proxy import Proxy, ProxySettings, app
+from baton.proxy.memory import settle_memory
 from baton.proxy.tracing import Tracer
 
 PREFILL = FakeEngine()
@@ -146,6 +153,32 @@ def features(folder: str) -> dict[str, dict[str, Any]]:
     }
 
 
+def collected(feature: str, kind: str, requests: int) -> int:
+    """Instructions of a whole run of this file, its start included."""
+    argv = ("valgrind", "--tool=callgrind", "--callgrind-out-file=/dev/null", sys.executable, __file__)
+    words = ("--only", feature, kind, "--requests", str(requests))
+    environ = {**os.environ, "PYTHONHASHSEED": "0"}
+    said = subprocess.run((*argv, *words), env=environ, capture_output=True, text=True, check=True).stderr
+    return int(said.partition("Collected : ")[2].split()[0])
+
+
+def counted() -> str:
+    """A table of thousands of instructions a request: what a long run takes more than a short one."""
+    short, long = 100, 500
+    names, kinds = list(features("")), ("json", "stream")
+    jobs = [(name, kind, size) for name in names for kind in kinds for size in (short, long)]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        found = dict(zip(jobs, pool.map(lambda job: collected(*job), jobs), strict=True))
+    lines = ["| thousand instructions a request | " + " | ".join(kinds) + " |", "| --- |" + " --- |" * len(kinds)]
+    base: dict[str, float] = {}
+    for name in names:
+        row = {k: (found[name, k, long] - found[name, k, short]) / (long - short) / 1e3 for k in kinds}
+        base = base or row
+        cells = [f"{row[k]:.0f}" if row is base else f"{row[k] - base[k]:+.0f}" for k in kinds]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 class Nowhere(SpanExporter):
     """Takes spans and forgets them."""
 
@@ -158,9 +191,19 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=3000)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--profile", choices=["json", "stream", "220 KB"])
+    parser.add_argument("--instructions", action="store_true", help="count instead of timing; needs valgrind")
+    parser.add_argument("--only", nargs=2, metavar=("FEATURE", "KIND"), help="run requests of one kind and end")
     args = parser.parse_args()
     Pool.connect = connect  # type: ignore[method-assign]
     app.Tracer = lambda endpoint: Tracer(endpoint, Nowhere())  # type: ignore[assignment,misc]
+    if args.only:
+        with tempfile.TemporaryDirectory() as folder:
+            settle_memory()
+            uvloop.run(spend(args.only[1], args.requests, **features(folder)[args.only[0]]))
+        return 0
+    if args.instructions:
+        print(counted())
+        return 0
     if args.profile:
         profile = cProfile.Profile()
         profile.enable()
