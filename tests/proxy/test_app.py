@@ -230,7 +230,7 @@ def test_a_client_that_leaves_aborts_the_leg_and_leaves_nothing_behind(phase: st
 
 def test_a_client_that_leaves_between_the_legs_has_its_ticket_taken_all_the_same() -> None:
     async def test(made: House) -> None:
-        pool = made.proxy.way.upstream.pool(made.decode[0].endpoint)
+        pool = made.proxy.way.upstream._pools["D0"]
         free, connect, waiting = asyncio.Event(), pool.connect, []
 
         async def slow() -> Any:

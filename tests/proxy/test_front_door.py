@@ -174,14 +174,21 @@ def test_without_origins_nothing_is_said_of_them() -> None:
 # caps
 
 
+async def one_under_way_and_one_in_line(made: House, **second: Any) -> tuple[asyncio.Future[Any], asyncio.Future[Any]]:
+    """Two requests to a proxy with one place; the first is with a prefill server that hangs."""
+    made.prefill[0].answer = hang
+    gate = made.proxy.way.gate
+    under_way = asyncio.ensure_future(made.post({"prompt": "a"}).__aenter__())
+    await until(lambda: gate.active == 1)
+    in_line = asyncio.ensure_future(made.post({"prompt": "b", **second}).__aenter__())
+    await until(lambda: gate.waiting == 1)
+    return under_way, in_line
+
+
 def test_more_requests_than_places_wait_and_more_than_that_are_429() -> None:
     async def test(made: House) -> None:
-        made.prefill[0].answer = hang
         gate = made.proxy.way.gate
-        first = asyncio.ensure_future(made.post({"prompt": "a"}).__aenter__())
-        await until(lambda: gate.active == 1)
-        second = asyncio.ensure_future(made.post({"prompt": "b"}).__aenter__())
-        await until(lambda: gate.waiting == 1)
+        first, second = await one_under_way_and_one_in_line(made)
         async with made.post({"prompt": "c"}) as response:
             assert response.status == 429
             assert response.headers["Retry-After"] == "1"
@@ -199,12 +206,8 @@ def test_more_requests_than_places_wait_and_more_than_that_are_429() -> None:
 
 def test_who_leaves_the_line_is_not_served() -> None:
     async def test(made: House) -> None:
-        made.prefill[0].answer = hang
         gate = made.proxy.way.gate
-        first = asyncio.ensure_future(made.post({"prompt": "a"}).__aenter__())
-        await until(lambda: gate.active == 1)
-        second = asyncio.ensure_future(made.post({"prompt": "b"}).__aenter__())
-        await until(lambda: gate.waiting == 1)
+        first, second = await one_under_way_and_one_in_line(made)
         second.cancel()
         await until(lambda: gate.waiting == 0)
         first.cancel()
@@ -216,11 +219,7 @@ def test_who_leaves_the_line_is_not_served() -> None:
 
 def test_the_time_in_line_is_part_of_the_time_to_the_first_token() -> None:
     async def test(made: House) -> None:
-        made.prefill[0].answer = hang
-        first = asyncio.ensure_future(made.post({"prompt": "a"}).__aenter__())
-        await until(lambda: made.proxy.way.gate.active == 1)
-        second = asyncio.ensure_future(made.post({"prompt": "b", "stream": True}).__aenter__())
-        await until(lambda: made.proxy.way.gate.waiting == 1)
+        first, second = await one_under_way_and_one_in_line(made, stream=True)
         await asyncio.sleep(0.2)
         made.prefill[0].answer = None
         first.cancel()

@@ -55,15 +55,17 @@ def port_number(text: str) -> int:
 
 def count(text: str) -> int:
     """An argparse type: a whole number of 1 or more."""
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
-    return int(text)
+    return _whole(text, 1)
 
 
-def count_or_none(text: str) -> int:
+def count_or_zero(text: str) -> int:
     """An argparse type: a whole number of 0 or more."""
-    if not text.isdigit():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 0 or more")
+    return _whole(text, 0)
+
+
+def _whole(text: str, least: int) -> int:
+    if not text.isdigit() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of {least} or more")
     return int(text)
 
 

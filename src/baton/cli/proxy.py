@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from pydantic import ValidationError
 
-from baton.cli.parser import Failure, Parser, count, count_or_none, port_number, seconds
+from baton.cli.parser import Failure, Parser, count, count_or_zero, port_number, seconds
 from baton.cluster import Endpoint, Role
 from baton.http import Limits
 from baton.proxy import POLICIES, ProxySettings, TracingUnavailable, read_keys, serve, serve_workers
@@ -25,8 +25,7 @@ OTLP = "http://127.0.0.1:4318/v1/traces"
 
 
 def run(words: Sequence[str]) -> int:
-    parser = _parser()
-    args = parser.parse_all(words)
+    args = _parser().parse_all(words)
     endpoints = (
         *pair(Role.PREFILL, args.prefiller_hosts, args.prefiller_ports, args.prefill),
         *pair(Role.DECODE, args.decoder_hosts, args.decoder_ports, args.decode),
@@ -305,14 +304,14 @@ def _load(parser: Parser) -> None:
     group = parser.add_argument_group("load")
     group.add_argument(
         "--max-concurrent-requests",
-        type=count_or_none,
+        type=count_or_zero,
         default=0,
         metavar="N",
         help="requests under way at once; more wait in line (default: 0, no limit)",
     )
     group.add_argument(
         "--queue-size",
-        type=count_or_none,
+        type=count_or_zero,
         default=100,
         metavar="N",
         help="requests that may wait; one more is 429 (default: 100)",

@@ -81,7 +81,8 @@ def with_data(event: bytes, data: bytes) -> bytes:
 
 def _last_end(data: bytes) -> int:
     """Where the last whole event ends; 0 when none does."""
-    return max(data.rfind(b"\n\n") + 2 if b"\n\n" in data else 0, data.rfind(b"\n\r\n") + 3 if b"\n\r\n" in data else 0)
+    lf, crlf = data.rfind(b"\n\n"), data.rfind(b"\n\r\n")
+    return max(lf + 2 if lf >= 0 else 0, crlf + 3 if crlf >= 0 else 0)
 
 
 def _first_end(data: bytes, start: int) -> int:

@@ -10,6 +10,7 @@ import orjson
 from baton.cluster import Role
 from baton.http import Header, Request
 from baton.proxy import legs
+from baton.proxy.errors import JSON
 from baton.proxy.journey import Way
 from baton.proxy.routing import RoundRobin
 from baton.proxy.upstream import Answer, read_answer
@@ -33,7 +34,6 @@ _POSTED = (
     "/v1/rerank",
     "/v2/rerank",
 )
-_JSON = (b"content-type", b"application/json")
 
 Route = Callable[[Request], Awaitable[Answer]]
 
@@ -93,7 +93,7 @@ def routes(way: Way, carried: Callable[[Request], list[Header]], peers: Peers) -
         # What only the proxy may say is taken out here too: these reach the same engines.
         _, raw = legs.parse(request.body)
         instance = turn.pick(way.fleet.usable(Role.DECODE))
-        headers = [_JSON, *carried(request)]
+        headers = [JSON, *carried(request)]
         async with way.upstream.post(instance, request.target, headers, (raw,)) as response:
             return await read_answer(response)
 
@@ -120,4 +120,4 @@ def counts(way: Way) -> dict[str, Any]:
 
 
 def _json(status: int, value: object) -> Answer:
-    return Answer(status, [_JSON], orjson.dumps(value))
+    return Answer(status, [JSON], orjson.dumps(value))

@@ -26,7 +26,7 @@ from baton.proxy.admission import Gate
 from baton.proxy.beat import Beat
 from baton.proxy.deliver import ToClient
 from baton.proxy.door import Keys, Origins, carried
-from baton.proxy.errors import ProxyError, StreamFailed, error_event
+from baton.proxy.errors import JSON, ProxyError, StreamFailed, error_event
 from baton.proxy.fleet import Fleet, NoInstance
 from baton.proxy.journey import EngineRefusal, Journey, State, Times, Way, prefill_alone
 from baton.proxy.legs import Rules, Style
@@ -44,7 +44,6 @@ logger = logging.getLogger("baton.proxy")
 RETRY_SECONDS = 0.25
 LEFT = 499
 """The status that is counted for a request whose client left before its answer was whole."""
-_JSON = (b"content-type", b"application/json")
 # Request ids: random for each start, then counted; a random number each would cost a system call.
 _BOOT = secrets.token_hex(10).encode()
 _NUMBERS = itertools.count()
@@ -138,7 +137,6 @@ class Proxy:
             Metrics(self.fleet, gate),
             gate,
             tracer,
-            settings.name_instances,
         )
         self._peers = Peers(settings.other_workers)
         self._routes = routes(self.way, self.carried, self._peers)
@@ -322,10 +320,10 @@ class Proxy:
             if value:
                 own_id = value
                 break
-        headers = [_JSON, *self.carried(request), (b"x-request-id", request_id)]
+        headers = [JSON, *self.carried(request), (b"x-request-id", request_id)]
         answer_headers = [(b"x-request-id", own_id), *common]
         return Journey(
-            request, rules, {}, b"", request_id, headers, answer_headers, times, named=self.way.name_instances
+            request, rules, {}, b"", request_id, headers, answer_headers, times, named=self.settings.name_instances
         )
 
     def _log(self, journey: Journey, status: int, seconds: float) -> None:
@@ -375,10 +373,10 @@ def tell(error: Exception, responder: Responder, headers: list[Header], common: 
         case EngineRefusal(answer=answer):
             status, body, made = answer.status, answer.body, answer.headers
         case StreamFailed(body=body):
-            status, made = 502, [_JSON]
+            status, made = 502, [JSON]
         case _:
             told = as_proxy_error(error)
-            status, body, made = told.status, told.body(style), [_JSON, *told.headers()]
+            status, body, made = told.status, told.body(style), [JSON, *told.headers()]
     if responder.ended:
         return status
     if not responder.started:

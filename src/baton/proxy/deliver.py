@@ -12,7 +12,7 @@ import orjson
 
 from baton.http import Responder, Response, data_of, split
 from baton.proxy.answers import Correction
-from baton.proxy.errors import ProxyError
+from baton.proxy.errors import JSON, ProxyError
 from baton.proxy.journey import Journey, State, Way
 from baton.proxy.passage import Passage
 from baton.proxy.samples import Part, Weaver, joined
@@ -162,7 +162,7 @@ class Joined:
         if len(answers) != len(self._made) or not all(isinstance(each.get("choices"), list) for each in answers):
             raise ProxyError(502, "the decode servers' answers cannot be put together")
         body = orjson.dumps(joined(answers, self._made))
-        self._responder.send(200, self._journey.answer_head([(b"content-type", b"application/json")]), body)
+        self._responder.send(200, self._journey.answer_head([JSON]), body)
 
     def _begin(self, response: Response) -> None:
         responder = self._responder

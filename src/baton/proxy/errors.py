@@ -9,6 +9,7 @@ import orjson
 from baton.http import Header
 from baton.proxy.legs import Style
 
+JSON: Header = (b"content-type", b"application/json")
 _TYPES = {
     401: "authentication_error",
     403: "permission_error",

@@ -135,7 +135,6 @@ class Way:
         prefill_policy, decode_policy: each pool's own.
         gate: admits requests.
         tracer: None when nobody wants spans.
-        name_instances: whether answers say which instances made them.
     """
 
     fleet: Fleet
@@ -145,7 +144,6 @@ class Way:
     metrics: Metrics
     gate: Gate
     tracer: Tracer | None = None
-    name_instances: bool = True
 
 
 class EngineRefusal(Exception):

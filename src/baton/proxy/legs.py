@@ -199,10 +199,9 @@ def check(body: Body, rules: Rules) -> None:
     echo = fields.get("echo")
     if echo is not None and not isinstance(echo, bool):
         raise Refused(f"echo must be true or false, not {echo!r}", "echo")
-    if body.get("stream"):
-        for name in PROMPT_SCORES:
-            if fields.get(name) is not None:
-                raise Refused(f"{name} is not available with stream", name)
+    name = prompt_score(fields)
+    if name is not None and body.get("stream"):
+        raise Refused(f"{name} is not available with stream", name)
 
 
 def fields_of(body: Body, rules: Rules) -> Body:
@@ -224,12 +223,19 @@ def echoes_scores(body: Body, rules: Rules) -> bool:
     return rules.echoes and bool(body.get("echo")) and body.get("logprobs") is not None
 
 
+def prompt_score(fields: Body) -> str | None:
+    """The first field that asks for the logits of the prompt, or None."""
+    for name in PROMPT_SCORES:
+        if fields.get(name) is not None:
+            return name
+    return None
+
+
 def asks_prompt_scores(body: Body, rules: Rules) -> bool:
     """Whether a part of the answer is the prefill server's to give: the decode server has no logits of the prompt."""
     if echoes_scores(body, rules):
         return True
-    fields = fields_of(body, rules)
-    return fields.get("prompt_logprobs") is not None or fields.get("prompt_logprob_token_ids") is not None
+    return prompt_score(fields_of(body, rules)) is not None
 
 
 def generates_nothing(body: Body, rules: Rules) -> bool:

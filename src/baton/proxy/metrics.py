@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import Protocol
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
@@ -72,18 +72,16 @@ class Marks(Protocol):
 
 
 class Metrics(Collector):
-    """One registry a proxy, and what is counted by hand since it is counted often."""
+    """All metrics of a proxy, counted by hand since they are counted often."""
 
     def __init__(self, fleet: Fleet, gate: Gate) -> None:
         self._fleet = fleet
         self._gate = gate
-        self.registry = CollectorRegistry()
         self.request_seconds = Seconds()
         self.prefill_seconds = Seconds()
         self.inter_token_seconds = Seconds()
         self.ttft_seconds = Seconds()
         self.parts = {part: Seconds() for part in PARTS}
-        self.registry.register(self)
         self.requests = Count(
             "baton_requests",
             "Requests by endpoint and the status they were answered with; a stream that broke has its error's",
@@ -171,7 +169,7 @@ class Metrics(Collector):
         Args:
             others: what their own :meth:`render` gave.
         """
-        own = generate_latest(self.registry)
+        own = generate_latest(self)
         texts = [own, *others]
         return own if len(texts) == 1 else generate_latest(_Sum(texts))
 

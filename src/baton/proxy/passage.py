@@ -11,10 +11,6 @@ from baton.proxy.errors import ProxyError, StreamFailed
 from baton.proxy.legs import Rules
 from baton.proxy.metrics import Metrics
 
-MOST_EVENT_BYTES = 64 << 20
-"""An event longer than this is no event."""
-
-
 _DONE = b"[DONE]\n\n"
 
 

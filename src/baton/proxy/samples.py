@@ -85,9 +85,6 @@ def joined(answers: Sequence[dict[str, Any]], made: Sequence[Part]) -> dict[str,
     whole = {**answers[0], "choices": []}
     for answer, part in zip(answers, made, strict=True):
         whole["choices"] += [{**choice, "index": part.index} for choice in answer["choices"]]
-    if any(answer.get("prompt_logprobs") is not None for answer in answers[1:]):
-        # One list for all samples of one prompt: where it stands at the top there is only one.
-        whole["prompt_logprobs"] = answers[0].get("prompt_logprobs")
     usage = summed([(answer.get("usage"), part) for answer, part in zip(answers, made, strict=True)])
     if usage is not None:
         whole["usage"] = usage

@@ -9,7 +9,6 @@ import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from baton.cluster import Endpoint
 from baton.http import (
     Broken,
     Buffer,
@@ -24,7 +23,7 @@ from baton.http import (
     Timeouts,
     TooSlow,
 )
-from baton.proxy.errors import ProxyError
+from baton.proxy.errors import JSON, ProxyError
 from baton.proxy.fleet import Fleet, ProxyInstance
 from baton.proxy.tracing import Span
 
@@ -32,7 +31,6 @@ logger = logging.getLogger("baton.proxy")
 
 PROBE_SECONDS = 2.0
 SWEEP_SECONDS = 1.0
-_JSON = (b"content-type", b"application/json")
 _TYPE = b"content-type"
 # What an engine's answer says to the client besides its body; framing is our own.
 _PASSED = frozenset((b"retry-after", b"www-authenticate"))
@@ -64,7 +62,7 @@ def passed_headers(response: Response) -> list[Header]:
             made.append(pair)
         elif name in _PASSED or name.startswith(_PASSED_FAMILY):
             made.append(pair)
-    return made if typed else [_JSON, *made]
+    return made if typed else [JSON, *made]
 
 
 def decoder(response: Response) -> Callable[[bytes], bytes] | None:
@@ -195,10 +193,6 @@ class Upstream:
     def get(self, instance: ProxyInstance, path: bytes, headers: Iterable[Header]) -> Leg:
         """The same for a GET."""
         return Leg(instance, self._pools[instance.id].request(b"GET", path, headers), None)
-
-    def pool(self, endpoint: Endpoint) -> Pool:
-        """The connections to one engine."""
-        return next(pool for pool in self._pools.values() if pool.origin.authority.decode() == endpoint.authority)
 
     async def probe(self, fleet: Fleet) -> None:
         """Ask every instance for its health, all at once."""
