@@ -234,6 +234,32 @@ def test_a_part_that_is_ahead_of_the_rest_is_held_back() -> None:
     with_house(test)
 
 
+@pytest.mark.parametrize("commented", [False, True])
+def test_a_part_in_one_piece_where_a_stream_was_asked_for_is_an_error(commented: bool) -> None:
+    """Neither does the rest wait for it for ever, nor does a comment before it make the whole look complete."""
+
+    async def test(made: House) -> None:
+        several(made)
+        free = asyncio.Event()
+
+        async def odd(engine: FakeEngine, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+            await free.wait()
+            return await decode(engine, request, {**body, "stream": body["prompt"] == "a"})
+
+        made.decode[0].answer = odd
+        asking = asyncio.ensure_future(made.post({"prompt": ["a", "b"], "stream": True}).__aenter__())
+        if commented:
+            await (await asking).content.readuntil(b"\n\n")
+        free.set()
+        async with asyncio.timeout(10):
+            response = await asking
+            raw = await response.read()
+        assert response.status == (200 if commented else 502)
+        assert b"in another way" in raw and b"[DONE]" not in raw
+
+    with_house(test, keep_alive_seconds=0.03 if commented else None)
+
+
 def test_a_client_that_leaves_ends_all_parts() -> None:
     async def test(made: House) -> None:
         several(made)

@@ -123,6 +123,9 @@ class Joined:
         """
         self._journey.decode = self._journey.decode or journey.decode
         self._journey.prefill = self._journey.prefill or journey.prefill
+        if is_stream(response) is not bool(journey.body.get("stream")):
+            # Parts of two kinds would wait for each other.
+            raise ProxyError(502, "a decode server answered a part of the request in another way than was asked for")
         if not is_stream(response):
             answer = await read_answer(response)
             self._answers[place] = correction.value(answer.body)
