@@ -20,7 +20,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -118,16 +118,16 @@ def commands(ports: dict[str, int], folder: str) -> dict[str, Sequence[str]]:
 
 
 @contextmanager
-def running(ports: dict[str, int], folder: str) -> Iterator[None]:
-    """All of them, up; stopped by pid in the end."""
+def running(commands: Mapping[str, Sequence[str]], ports: dict[str, int]) -> Iterator[dict[str, int]]:
+    """All of them, up, by name: their pids; stopped by pid in the end."""
     processes = {
         name: subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        for name, argv in commands(ports, folder).items()
+        for name, argv in commands.items()
     }
     try:
         for name, process in processes.items():
             wait(name, process, ports[name])
-        yield
+        yield {name: process.pid for name, process in processes.items()}
     finally:
         for process in processes.values():
             process.terminate()
@@ -196,7 +196,7 @@ def main() -> int:
     ports = free_ports(["prefill", *names[1:], "router metrics", "decode"])
     ports["direct"] = ports["decode"]
     results: dict[str, dict[str, list[dict[str, Any]]]] = {}
-    with tempfile.TemporaryDirectory() as folder, running(ports, folder):
+    with tempfile.TemporaryDirectory() as folder, running(commands(ports, folder), ports):
         for number in range(args.rounds):
             for case in cases:
                 label = f"{case[0]}, {case[1]} clients" + (", 220 KB" if case[2] > 1000 else "")

@@ -7,11 +7,10 @@ usage: python bench/proxy/soak.py [--requests 100000] [--clients 32]
 from __future__ import annotations
 
 import argparse
-import subprocess
 import sys
 
 import psutil
-from run import HERE, free_ports, load, wait
+from run import HERE, free_ports, load, running
 
 STEP_SECONDS = 5.0
 
@@ -25,15 +24,13 @@ def main() -> int:
     prefill, decode, proxy = (str(ports[name]) for name in ("prefill", "decode", "proxy"))
     engine = (sys.executable, str(HERE / "fake_engine.py"))
     words = ("--port", proxy, "--prefiller-ports", prefill, "--decoder-ports", decode, "--log-level", "error")
-    processes = {
-        "prefill": subprocess.Popen((*engine, "prefill", prefill)),
-        "decode": subprocess.Popen((*engine, "decode", decode)),
-        "proxy": subprocess.Popen((sys.executable, "-m", "baton.cli", "proxy", *words), stdout=subprocess.DEVNULL),
+    commands = {
+        "prefill": (*engine, "prefill", prefill),
+        "decode": (*engine, "decode", decode),
+        "proxy": (sys.executable, "-m", "baton.cli", "proxy", *words),
     }
-    try:
-        for name, process in processes.items():
-            wait(name, process, ports[name])
-        watched = psutil.Process(processes["proxy"].pid)
+    with running(commands, ports) as pids:
+        watched = psutil.Process(pids["proxy"])
         done, errors = 0, 0
         print("| requests | memory, MB | descriptors | errors |\n| --- | --- | --- | --- |")
         while done < args.requests:
@@ -43,10 +40,6 @@ def main() -> int:
                 errors += result["errors"]
             memory = watched.memory_info().rss / 1e6
             print(f"| {done:,} | {memory:.1f} | {watched.num_fds()} | {errors} |", flush=True)
-    finally:
-        for process in processes.values():
-            process.terminate()
-            process.wait(60)
     return 0
 
 

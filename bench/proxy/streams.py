@@ -9,14 +9,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import resource
-import subprocess
 import sys
 import time
-from pathlib import Path
 
 import psutil
 import uvloop
-from run import HERE, free_ports, wait
+from run import HERE, free_ports, running
 
 BODY = b'{"model": "m", "prompt": "x", "max_tokens": 16, "stream": true}'
 REQUEST = (
@@ -80,36 +78,17 @@ def main() -> int:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     ports = free_ports(["prefill", "decode", "proxy"])
-    prefill, decode = str(ports["prefill"]), str(ports["decode"])
-    engine = str(Path(HERE) / "fake_engine.py")
-    processes = {
-        "prefill": subprocess.Popen((sys.executable, engine, "prefill", prefill)),
-        "decode": subprocess.Popen((sys.executable, engine, "decode", decode, str(args.rate), str(args.tokens))),
-        "proxy": subprocess.Popen(
-            (
-                sys.executable,
-                "-m",
-                "baton.cli",
-                "proxy",
-                "--port",
-                str(ports["proxy"]),
-                "--prefiller-ports",
-                prefill,
-                "--decoder-ports",
-                decode,
-                "--log-level",
-                "error",
-            )
-        ),
+    prefill, decode, proxy = (str(ports[name]) for name in ("prefill", "decode", "proxy"))
+    engine = (sys.executable, str(HERE / "fake_engine.py"))
+    words = ("--port", proxy, "--prefiller-ports", prefill, "--decoder-ports", decode, "--log-level", "error")
+    commands = {
+        "prefill": (*engine, "prefill", prefill),
+        "decode": (*engine, "decode", decode, str(args.rate), str(args.tokens)),
+        "proxy": (sys.executable, "-m", "baton.cli", "proxy", *words),
     }
-    try:
-        for name, process in processes.items():
-            wait(name, process, ports[name])
-        uvloop.run(measure(ports["proxy"], psutil.Process(processes["proxy"].pid), args.streams, args.tokens))
-    finally:
-        for process in processes.values():
-            process.terminate()
-            process.wait(60)
+    with running(commands, ports) as pids:
+        watched = psutil.Process(pids["proxy"])
+        uvloop.run(measure(ports["proxy"], watched, args.streams, args.tokens))
     return 0
 
 
