@@ -15,6 +15,7 @@ from baton.cli.parser import Failure
 from baton.cli.proxy import check_distinct, pair
 from baton.cluster import Endpoint, Role
 from baton.launch import EngineInstall
+from tests import ports
 
 
 @pytest.fixture
@@ -171,8 +172,4 @@ def test_a_proxy_may_open_as_many_files_as_the_system_lets_it() -> None:
 def free_ports() -> list[str]:
     """Flags that move a cluster's ports to free ones."""
     flags = ["--prefill-port", "--decode-port", "--prefill-side-channel-port", "--decode-side-channel-port"]
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in flags]
-    ports = [str(each.getsockname()[1]) for each in sockets]
-    for each in sockets:
-        each.close()
-    return [word for pair_ in zip(flags, ports, strict=True) for word in pair_]
+    return [word for pair in zip(flags, map(str, ports.free_ports(len(flags))), strict=True) for word in pair]

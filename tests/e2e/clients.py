@@ -103,7 +103,13 @@ def guidellm(url: str, model: str, tokenizer: Path, folder: Path) -> dict[str, A
     }
     argv = [str(VENV / "bin" / "guidellm"), "run", "--disable-console"]
     argv += [word for name, value in words.items() for word in (f"--{name}", value)]
-    run(argv, cwd=folder, GUIDELLM__MAX_WORKER_PROCESSES="1")  # each imports torch
+    run(
+        argv,
+        cwd=folder,
+        GUIDELLM__MAX_WORKER_PROCESSES="1",  # each imports torch
+        # When the last answer takes longer than this to reach its main process, the report lacks it (0.1 by default).
+        GUIDELLM__MP_POLL_INTERVAL="3",
+    )
     report: dict[str, Any] = json.loads((folder / "report.json").read_text())
     return report
 

@@ -12,7 +12,8 @@ import pytest
 
 from baton.models import EMBEDDED, ensure
 from tests.e2e import prompts
-from tests.e2e.engines import BATON, BLOCK, Server, free_ports, generate_all, start
+from tests.e2e.engines import BATON, BLOCK, Server, generate_all, start
+from tests.ports import free_ports
 
 MODEL = "smollm2-135m-instruct"
 FLAGS = (

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -101,15 +100,6 @@ def start(name: str, argv: tuple[str, ...], port: int, logs: Path, environ: Mapp
             env={**os.environ, **(environ or {})},
         )
     return Server(name, process, port, log)
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on now, all different."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
 
 
 def status(url: str) -> int | None:

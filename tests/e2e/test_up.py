@@ -17,7 +17,8 @@ import psutil
 import pytest
 
 from tests.e2e.conftest import MODEL
-from tests.e2e.engines import BATON, KV_BYTES_A_TOKEN, START_SECONDS, free_ports, status
+from tests.e2e.engines import BATON, KV_BYTES_A_TOKEN, START_SECONDS, status
+from tests.ports import free_ports
 
 CPU_BLOCK = 128
 """vLLM's own block size on CPU, in tokens."""

@@ -19,6 +19,7 @@ import trustme
 from aiohttp import web
 
 from baton.cluster import Role
+from tests.ports import free_port
 from tests.proxy.fakes import FakeEngine, hang, prefill_answer, until
 
 SECONDS = 60.0
@@ -49,13 +50,6 @@ class Running:
         self.process.send_signal(signal.SIGTERM)
         async with asyncio.timeout(SECONDS):
             return await self.process.wait()
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.create_server(("127.0.0.1", 0)) as each:
-        return int(each.getsockname()[1])
 
 
 @contextlib.asynccontextmanager

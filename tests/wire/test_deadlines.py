@@ -154,14 +154,28 @@ def test_no_deadline_sets_no_timer() -> None:
     async def test() -> None:
         async with scripted(answering(LENGTH)) as (pool, _):
             await get(pool)
+            assert pool._watch is None
+
+    asyncio.run(test())
+
+
+def test_one_timer_does_for_all_and_each_falls_due_in_its_turn() -> None:
+    """Three requests that are never answered, a little after each other; a fourth is answered meanwhile."""
+
+    async def test() -> None:
+        async with scripted(saying(b"", asyncio.Event()), Timeouts(total=0.4)) as (pool, _):
             loop = asyncio.get_running_loop()
-            timers = []
-            # uvloop's own methods cannot be replaced: count on the connection.
-            (connection,) = pool._all
-            async with pool.request(b"GET", b"/", ()) as response:
-                timers.append(connection._timer)
-                await response.read()
-            assert (timers, connection._timer, loop.is_running()) == ([None], None, True)
+
+            async def ask(after: float) -> float:
+                await asyncio.sleep(after)
+                began = loop.time()
+                with pytest.raises(TooSlow, match=r"no whole answer within 0\.4 s"):
+                    await get(pool)
+                return loop.time() - began
+
+            waited = await asyncio.gather(*(ask(after) for after in (0.0, 0.1, 0.2)))
+            assert all(seconds >= 0.399 for seconds in waited)
+            assert pool.size == 0
 
     asyncio.run(test())
 

@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from baton.http.client_connection import (
+    NEVER,
     ClientConnection,
     ClientError,
     ConnectFailed,
@@ -83,7 +84,7 @@ class Exchange:
     async def __aenter__(self) -> Response:
         pool = self._pool
         times = pool.timeouts
-        began = 0.0 if times.total is None else asyncio.get_running_loop().time()
+        began = 0.0 if times.total is None else time.monotonic()
         connection = pool.take()
         if connection is None:
             try:
@@ -97,6 +98,7 @@ class Exchange:
             waiting = connection.send(self._data, bodiless=self._bodiless, busy=pool.busy)
             if times.head is not None or times.total is not None:
                 connection.limit(times.head, times.total, began)
+                pool.watch(connection)
             return await waiting
         except BaseException:
             # Cancelled or broken: the server must see that nobody waits any more.
@@ -116,6 +118,7 @@ class Exchange:
         """Cut the connection: now, or when the server is sure to have taken the request."""
         if self._linger and connection.open:
             connection.linger(self._linger)
+            self._pool.watch(connection)
         else:
             connection.close()
 
@@ -131,6 +134,8 @@ class Pool:
         self._closed = False
         self._outbox = Outbox()
         self._deliveries: set[asyncio.Task[None]] = set()
+        self._watch: asyncio.TimerHandle | None = None
+        self._watch_at = NEVER
         self._host = b"host: %b\r\n" % origin.authority
 
     @property
@@ -183,10 +188,33 @@ class Pool:
                 connection = await self.connect()
                 connection.send(data, bodiless=False).add_done_callback(_heard)
                 connection.linger(linger_seconds)
+                self.watch(connection)
 
         task = asyncio.get_running_loop().create_task(deliver())
         self._deliveries.add(task)
         task.add_done_callback(self._deliveries.discard)
+
+    def watch(self, connection: ClientConnection) -> None:
+        """See to it that *connection* hears when it is overdue.
+
+        One timer does for all: setting and cancelling one for every exchange would cost more than the rest of it.
+        """
+        if connection.due < self._watch_at:
+            if self._watch is not None:
+                self._watch.cancel()
+            self._watch_at = connection.due
+            seconds = max(connection.due - time.monotonic(), 0.0)
+            self._watch = asyncio.get_running_loop().call_later(seconds, self._look)
+
+    def _look(self) -> None:
+        """Tell those that are overdue, and set the timer for the one that is due next."""
+        self._watch, self._watch_at = None, NEVER
+        now = time.monotonic()
+        for connection in [each for each in self._all if each.due <= now]:
+            connection.overdue()
+        waiting = [each for each in self._all if each.due < NEVER]
+        if waiting:
+            self.watch(min(waiting, key=lambda each: each.due))
 
     def sweep(self) -> None:
         """Close connections that have been idle for too long."""
@@ -198,6 +226,8 @@ class Pool:
     def close(self) -> None:
         """Cut every connection, those that are being made included; there will be no more."""
         self._closed = True
+        if self._watch is not None:
+            self._watch.cancel()
         for task in self._deliveries:
             task.cancel()
         for connection in list(self._all):

@@ -7,6 +7,8 @@ socket, so that a slow reader holds its writer back.
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections.abc import Callable, Sequence
 from typing import cast
 
@@ -17,6 +19,9 @@ from baton.http.outbox import Buffer, Outbox
 
 HEAD_BYTES = 256 << 10
 """Of a response's head, of its trailers, and of what stands between two pieces of its body."""
+
+
+NEVER = math.inf
 
 
 class ClientError(ConnectionError):
@@ -103,7 +108,14 @@ class _Odd(Exception):
 
 
 class ClientConnection(asyncio.Protocol):
-    """One connection to one server; one request at a time."""
+    """One connection to one server; one request at a time.
+
+    Attributes:
+        requests: how many it has served, with the one under way.
+        idle_since: when it was given back, on the monotonic clock in seconds.
+        due: when what is awaited now must have come, on the same clock; the pool calls :meth:`overdue` then.
+        paused: whether its socket is not read.
+    """
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, outbox: Outbox, on_lost: Callable[[ClientConnection], None]
@@ -120,9 +132,10 @@ class ClientConnection(asyncio.Protocol):
         self._head: asyncio.Future[Response] | None = None
         self._end: asyncio.Future[None] | None = None
         self._error: ClientError | None = None
-        self._timer: asyncio.TimerHandle | None = None
+        self.due = NEVER
+        self._head_seconds: float | None = None
         self._total: float | None = None
-        self._total_at = 0.0
+        self._total_at = NEVER
         self._undigested = 0
         self._headers: list[Header] = []
         self._pieces: list[bytes] = []
@@ -179,25 +192,27 @@ class ClientConnection(asyncio.Protocol):
             return
         self._lingering = True
         self.resume()
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer = self._loop.call_later(seconds, self.close)
+        self.due = time.monotonic() + seconds
 
     def limit(self, head_seconds: float | None, total_seconds: float | None, since: float) -> None:
         """Give the request just sent no more than these times, each None for any.
 
         Args:
             head_seconds: from now to the response's head.
-            total_seconds: from *since*, on the loop's clock, to the response's last byte.
+            total_seconds: from *since*, on the monotonic clock, to the response's last byte.
         """
-        self._total = total_seconds
-        if total_seconds is not None:
-            self._total_at = since + total_seconds
-        head_at = None if head_seconds is None else self._loop.time() + head_seconds
-        if head_at is not None and (total_seconds is None or head_at < self._total_at):
-            self._timer = self._loop.call_at(head_at, self._late, f"no answer within {head_seconds} s")
-        elif total_seconds is not None:
-            self._await_total()
+        self._head_seconds, self._total = head_seconds, total_seconds
+        self._total_at = NEVER if total_seconds is None else since + total_seconds
+        self.due = self._total_at if head_seconds is None else min(time.monotonic() + head_seconds, self._total_at)
+
+    def overdue(self) -> None:
+        """What was awaited until :attr:`due` did not come."""
+        if self._lingering:
+            self.close()
+        elif not self._headed and self._head_seconds is not None and self.due < self._total_at:
+            self._fail(TooSlow(f"no answer within {self._head_seconds} s"))
+        else:
+            self._fail(TooSlow(f"no whole answer within {self._total} s"))
 
     async def collect(self) -> bytes:
         await self._wait()
@@ -239,9 +254,7 @@ class ClientConnection(asyncio.Protocol):
 
     def close(self) -> None:
         """Cut the connection: an exchange under way is given up, which the server sees."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        self.due = NEVER
         if self._transport is not None:
             self._transport.abort()
 
@@ -319,11 +332,8 @@ class ClientConnection(asyncio.Protocol):
         self._headed = True
         self._undigested = 0
         self._keep_alive = self._parser.should_keep_alive()
-        if self._timer is not None and not self._lingering:
-            self._timer.cancel()
-            self._timer = None
-            if self._total is not None:
-                self._await_total()
+        if not self._lingering:
+            self.due = self._total_at
         if self._head is not None and not self._head.done():
             self._head.set_result(Response(self, status, self._headers))
         if self._bodiless:
@@ -349,20 +359,11 @@ class ClientConnection(asyncio.Protocol):
 
     def _complete_now(self) -> None:
         self._complete = True
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        self.due = self._total_at = NEVER
         if self._end is not None and not self._end.done():
             self._end.set_result(None)
         if self._lingering:
             self.close()
-
-    def _await_total(self) -> None:
-        self._timer = self._loop.call_at(self._total_at, self._late, f"no whole answer within {self._total} s")
-
-    def _late(self, message: str) -> None:
-        self._timer = None
-        self._fail(TooSlow(message))
 
     def _check_coding(self, value: bytes) -> None:
         """Refuse a body whose coding we would have to undo; without a TE header nobody may send one."""
@@ -385,9 +386,6 @@ class ClientConnection(asyncio.Protocol):
         self._keep_alive = False
         self._error = error
         self._complete = True
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
         for future in (self._head, self._end):
             if future is not None and not future.done():
                 future.set_exception(error)

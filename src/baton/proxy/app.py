@@ -23,7 +23,7 @@ from baton.proxy import legs
 from baton.proxy.access_log import AccessLog
 from baton.proxy.admin import ADMIN, OPEN, routes
 from baton.proxy.admission import Gate
-from baton.proxy.beat import Beat
+from baton.proxy.beat import Beats
 from baton.proxy.deliver import ToClient
 from baton.proxy.door import Keys, Origins, carried
 from baton.proxy.errors import JSON, ProxyError, StreamFailed, error_event
@@ -147,6 +147,7 @@ class Proxy:
         self._origins = Origins(settings.cors_origins)
         self._engine_key = settings.engine_api_key.encode() if settings.engine_api_key else None
         self._id_headers = tuple(name.lower().encode() for name in settings.request_id_headers)
+        self._beats = None if settings.keep_alive_seconds is None else Beats(settings.keep_alive_seconds)
         self._access_log = AccessLog(settings.access_log) if settings.access_log else None
         self._server = Server(self.handle, settings.limits, refusal)
         self._to_workers = Server(self._tell_worker, settings.limits, refusal)
@@ -299,8 +300,8 @@ class Proxy:
             await way.gate.enter()
         journey.admitted = True
         journey.times.admitted = time.monotonic()
-        if self.settings.keep_alive_seconds is not None and journey.body.get("stream"):
-            journey.beat = Beat(responder, journey.answer_head, self.settings.keep_alive_seconds)
+        if self._beats is not None and journey.body.get("stream"):
+            journey.beat = self._beats.start(responder, journey.answer_head)
 
         # prefill, hand off, decode
         if legs.generates_nothing(journey.body, journey.rules):

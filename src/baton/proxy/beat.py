@@ -23,41 +23,67 @@ class Moving(Protocol):
     last_at: float
 
 
+class Beats:
+    """The beats of all streams of one proxy, on one timer: one for each stream would cost more than its events.
+
+    Args:
+        seconds: of silence, after which a stream gets its comment: at the latest a quarter, or a second, later.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._period = min(1.0, seconds / 4)
+        self._beats: set[Beat] = set()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def start(self, responder: Responder, head: Callable[[list[Header]], list[Header]]) -> Beat:
+        """One for the stream that *responder* sends, whose answer's headers *head* makes; to be stopped."""
+        beat = Beat(responder, head, self._beats.discard)
+        self._beats.add(beat)
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(self._period, self._tick)
+        return beat
+
+    def _tick(self) -> None:
+        now = time.monotonic()
+        for beat in list(self._beats):
+            beat.tick(now, self._seconds)
+        self._timer = asyncio.get_running_loop().call_later(self._period, self._tick) if self._beats else None
+
+
 class Beat:
-    """Writes a comment after each *seconds* of silence, between two events.
+    """Writes a comment after some silence, between two events.
 
     The first one sends the client's head, with status 200, before any engine has answered: an error that comes
     later is an event of the stream.
-
-    Args:
-        responder: of the client.
-        head: makes the headers of the answer.
-        seconds: of silence.
 
     Attributes:
         source: what passes the events on, once there is something.
     """
 
-    def __init__(self, responder: Responder, head: Callable[[list[Header]], list[Header]], seconds: float) -> None:
+    __slots__ = ("_head", "_last", "_leave", "_responder", "source")
+
+    def __init__(
+        self,
+        responder: Responder,
+        head: Callable[[list[Header]], list[Header]],
+        leave: Callable[[Beat], None],
+    ) -> None:
         self._responder = responder
         self._head = head
-        self._seconds = seconds
+        self._leave = leave
         self._last = time.monotonic()
-        self._loop = asyncio.get_running_loop()
-        self._timer = self._loop.call_later(seconds, self._tick)
         self.source: Moving | None = None
 
-    def _tick(self) -> None:
-        if self._responder.ended:
+    def tick(self, now: float, seconds: float) -> None:
+        """Write the comment when *seconds* before *now* were silent."""
+        last = self._last if self.source is None else max(self._last, self.source.last_at)
+        if now - last < seconds or self._responder.ended or self._responder.paused:
             return
-        now = time.monotonic()
-        quiet = now - max(self._last, self.source.last_at if self.source is not None else 0.0)
-        if quiet >= self._seconds and not self._responder.paused:
-            if not self._responder.started:
-                self._responder.start(200, self._head([_STREAM]))
-            self._responder.write(COMMENT)
-            self._last, quiet = now, 0.0
-        self._timer = self._loop.call_later(max(self._seconds - quiet, 0.001), self._tick)
+        if not self._responder.started:
+            self._responder.start(200, self._head([_STREAM]))
+        self._responder.write(COMMENT)
+        self._last = now
 
     def stop(self) -> None:
-        self._timer.cancel()
+        self._leave(self)
