@@ -35,6 +35,7 @@ class Up:
         self.shared_before = set(Path("/dev/shm").iterdir())
         self.out = tmp_path / "out"
         self.err = tmp_path / "err"
+        self.logs = tmp_path / "logs"
         at = words.index("--") if "--" in words else len(words)
         argv = [
             *BATON,
@@ -51,7 +52,7 @@ class Up:
             "--decode-side-channel-port",
             str(d_side),
             "--log-dir",
-            str(tmp_path / "logs"),
+            str(self.logs),
             *words[at:],
         ]
         with self.out.open("wb") as out, self.err.open("wb") as err:
@@ -75,7 +76,13 @@ class Up:
             self.family |= set(psutil.Process(self.process.pid).children(recursive=True))
 
     def end(self) -> int:
-        return self.process.wait(START_SECONDS)
+        """Its exit code, once it has ended."""
+        try:
+            return self.process.wait(START_SECONDS)
+        except subprocess.TimeoutExpired:
+            logs = [f"{log.name}: {log.read_text(errors='replace')[-1500:]}" for log in sorted(self.logs.iterdir())]
+            said = "\n".join([self.out.read_text(), self.err.read_text(), *logs])
+            raise AssertionError(f"it runs on after {START_SECONDS} s:\n{said}") from None
 
     def left_behind(self) -> dict[str, object]:
         """What still stands of it; everything empty when it cleaned up."""
