@@ -1,0 +1,145 @@
+"""Clusters of any shape for the tests of topologies: start them, ask them, and look whether all came back."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.e2e.engines import BATON, Server, post, start
+from tests.ports import free_ports
+
+BLOCK = 32
+"""Tokens a KV block in these clusters: the least that attention on CPU takes."""
+
+MODEL = "tiny"
+FLAGS = (
+    *("--served-model-name", MODEL, "--host", "127.0.0.1", "--dtype", "float32", "--block-size", str(BLOCK)),
+    *("--max-model-len", "512", "--max-num-seqs", "8", "--kv-cache-memory-bytes", str(1 << 26)),
+    "--no-enable-prefix-caching",
+)
+TOKENS_OUT = 12
+LENGTHS = (2, 3, 9, *(BLOCK * k + d for k in (1, 2, 4, 8, 12) for d in (-1, 0, 1)), 77, 150)
+"""Of the 20 prompts, in tokens: around block boundaries, and some between."""
+
+
+@dataclass(frozen=True)
+class Engine:
+    """One server of a cluster: flags beyond :data:`FLAGS`, and ports of its side channel (one a data-parallel rank)."""
+
+    flags: Sequence[str] = ()
+    side_channels: int = 1
+    environ: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Running servers; by role, each in the order in which it was asked for."""
+
+    prefill: Sequence[Server]
+    decode: Sequence[Server]
+    proxy: Server
+
+
+@contextlib.contextmanager
+def cluster(
+    name: str,
+    model: Path,
+    logs: Path,
+    *,
+    prefill: Sequence[Engine] = (Engine(),),
+    decode: Sequence[Engine] = (Engine(),),
+    proxy: Sequence[str] = (),
+) -> Iterator[Cluster]:
+    """A cluster of *model*, each part started by Baton's own command and healthy; stopped at the end.
+
+    Args:
+        name: of its log files.
+        proxy: more flags of the proxy.
+    """
+    servers: list[Server] = []
+    try:
+        for role, engines in (("prefill", prefill), ("decode", decode)):
+            for index, engine in enumerate(engines):
+                port, side = free_ports(1)[0], _free_range(engine.side_channels)
+                argv = (*BATON, "engine", str(model), "--role", role, "--port", str(port))
+                argv += ("--side-channel-port", str(side), *FLAGS, *engine.flags)
+                # More threads than cores would wait for each other in turns.
+                environ = {"OMP_NUM_THREADS": "1", **engine.environ}
+                servers.append(start(f"{name}-{role}{index}", argv, port, logs, environ))
+        (port,) = free_ports(1)
+        ports = [str(server.port) for server in servers]
+        argv = (*BATON, "proxy", "--port", str(port), *proxy)
+        argv += ("--prefiller-ports", *ports[: len(prefill)], "--decoder-ports", *ports[len(prefill) :])
+        servers.append(start(f"{name}-proxy", argv, port, logs))
+        for server in servers:
+            server.wait_healthy()
+        yield Cluster(servers[: len(prefill)], servers[len(prefill) : -1], servers[-1])
+    finally:
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(Server.stop, servers))
+
+
+def _free_range(count: int) -> int:
+    """The first of *count* free ports in a row."""
+    while True:
+        first = free_ports(1)[0]
+        with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
+            import socket
+
+            for port in range(first, first + count):
+                stack.enter_context(socket.create_server(("127.0.0.1", port)))
+            return first
+
+
+def prompts(seed: int = 1) -> dict[str, list[int]]:
+    """20 prompts of random printable tokens, by name; the same for the same *seed*."""
+    chance = random.Random(seed)
+    return {f"{length} tokens": [chance.randrange(10, 90) for _ in range(length)] for length in LENGTHS}
+
+
+def answer(url: str, prompt: Sequence[int], **more: Any) -> str:
+    """The greedy answer to one prompt, as text of its token ids' letters."""
+    body = {"model": MODEL, "prompt": list(prompt), "max_tokens": TOKENS_OUT, "temperature": 0, "ignore_eos": True}
+    code, _, raw = post(f"{url}/v1/completions", {**body, **more})
+    assert code == 200, raw[:1000]
+    return str(json.loads(raw)["choices"][0]["text"])
+
+
+def answers(url: str, asked: Mapping[str, Sequence[int]], at_once: int = 1, **more: Any) -> dict[str, str]:
+    """The answers to many prompts, *at_once* under way at a time, by name."""
+    with ThreadPoolExecutor(at_once) as pool:
+        return dict(zip(asked, pool.map(lambda prompt: answer(url, prompt, **more), asked.values()), strict=True))
+
+
+def reference(server: Server, asked: Mapping[str, Sequence[int]]) -> dict[str, str]:
+    """What one server answers when it does both phases itself; the answers follow their prompts."""
+    made = answers(server.url, asked)
+    assert len(set(made.values())) > len(made) // 2, f"the model hardly listens to its prompts: {made}"
+    return made
+
+
+def eventually(read: Callable[[], Any], expected: Any, seconds: float = 60.0) -> Any:
+    """*read* once it gives *expected*, or what it gives in the end: engines publish counters late."""
+    deadline = time.monotonic() + seconds
+    while (value := read()) != expected and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return value
+
+
+def used_kv(servers: Sequence[Server]) -> float:
+    """The share of the KV cache in use, summed over *servers*."""
+    return sum(server.metric("vllm:kv_cache_usage_perc") for server in servers)
+
+
+def check(cluster: Cluster, expected: Mapping[str, str], asked: Mapping[str, Sequence[int]], **more: Any) -> None:
+    """The proxy's answers are *expected*, one after the other and 8 at once, and every block is free afterwards."""
+    for at_once in (1, 8):
+        assert answers(cluster.proxy.url, asked, at_once, **more) == expected
+    assert eventually(lambda: used_kv([*cluster.prefill, *cluster.decode]), 0.0) == 0.0
