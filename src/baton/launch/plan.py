@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from baton.cluster import Cluster, Instance, Role
+from baton.cluster import Cluster, Instance, Role, TransferMode
 from baton.launch.commands import DEFAULT_PORTS, DEFAULT_SIDE_CHANNEL_PORTS, LaunchError
 from baton.launch.devices import share_cpus
 
@@ -21,6 +21,7 @@ class PlanRequest:
         prefill_port, decode_port: API port of the first instance; the next takes the next.
         prefill_side_port, decode_side_port: the same for side channels.
         cpus: cores to share out.
+        transfer_mode, bidirectional, pull_threshold: see :class:`baton.cluster.Cluster`.
         common_args, prefill_args, decode_args: `vllm serve` flags.
     """
 
@@ -34,6 +35,9 @@ class PlanRequest:
     prefill_side_port: int = DEFAULT_SIDE_CHANNEL_PORTS[Role.PREFILL]
     decode_side_port: int = DEFAULT_SIDE_CHANNEL_PORTS[Role.DECODE]
     cpus: tuple[int, ...] = (0,)
+    transfer_mode: TransferMode = TransferMode.READ
+    bidirectional: bool = False
+    pull_threshold: int | None = None
     common_args: tuple[str, ...] = ()
     prefill_args: tuple[str, ...] = ()
     decode_args: tuple[str, ...] = ()
@@ -55,7 +59,15 @@ def plan(request: PlanRequest) -> Cluster:
         for index in range(count)
     )
     _check_port("the proxy", request.proxy_port)
-    cluster = Cluster(model=request.model, proxy_host=request.host, proxy_port=request.proxy_port, instances=instances)
+    cluster = Cluster(
+        model=request.model,
+        transfer_mode=request.transfer_mode,
+        bidirectional=request.bidirectional,
+        pull_threshold=request.pull_threshold,
+        proxy_host=request.host,
+        proxy_port=request.proxy_port,
+        instances=instances,
+    )
     port_owners(cluster)
     return cluster
 

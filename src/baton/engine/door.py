@@ -1,0 +1,206 @@
+"""The engine's door: an ASGI middleware, vLLM's own way (``--middleware``) to stand before its API.
+
+It refuses tickets that would break the engine, adds ``kv_transfer_params`` to the last chunk of a stream whose request
+carried some (vLLM 0.32 gives them in JSON answers only), and says at ``GET /baton/engine`` what this engine is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import AsyncGenerator, Awaitable, Callable, MutableMapping
+from typing import Any
+
+import orjson
+
+from baton.engine.tickets import problem
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+ABOUT = "/baton/engine"
+GENERATION = frozenset(
+    ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/inference/v1/generate")
+)
+_KEY = "kv_transfer_params"
+_DONE = b"data: [DONE]"
+
+
+class Outcome:
+    """The ticket that the engine gives for one HTTP request, taken off the outputs as they pass.
+
+    Attributes:
+        ticket: of the request that ended last; None until there is one.
+    """
+
+    def __init__(self) -> None:
+        self.ticket: dict[str, Any] | None = None
+        self._open = 0
+
+    @property
+    def known(self) -> bool:
+        """Whether everything that this request generates has ended, with a ticket."""
+        return self.ticket is not None and self._open == 0
+
+    def watch(self, outputs: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
+        """*outputs* (vLLM's RequestOutputs), looked at in passing."""
+        self._open += 1
+        return self._passing(outputs)
+
+    async def _passing(self, outputs: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
+        async with contextlib.aclosing(outputs):
+            async for output in outputs:
+                if output.kv_transfer_params is not None:
+                    self.ticket = output.kv_transfer_params
+                if output.finished:
+                    self._open -= 1
+                yield output
+
+
+CURRENT: contextvars.ContextVar[Outcome | None] = contextvars.ContextVar("baton_outcome", default=None)
+"""Of the HTTP request that is being answered, when it carried a ticket."""
+
+
+class Door:
+    """The middleware. *app* is the ASGI application behind it."""
+
+    def __init__(self, app: Callable[[Message, Receive, Send], Awaitable[None]]) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+        elif scope["path"] == ABOUT and scope["method"] == "GET":
+            await answer(send, 200, about(scope["app"].state.vllm_config))
+        elif scope["path"] in GENERATION and scope["method"] == "POST":
+            await self._generate(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+    async def _generate(self, scope: Message, receive: Receive, send: Send) -> None:
+        messages = [await receive()]
+        while messages[-1].get("more_body"):
+            messages.append(await receive())
+        tickets = tickets_in(b"".join(message.get("body", b"") for message in messages))
+
+        async def replay() -> Message:
+            return messages.pop(0) if messages else await receive()
+
+        if not tickets:
+            await self._app(scope, replay, send)
+            return
+        push = _pushes(scope["app"].state.vllm_config)
+        wrong = next((found for found in (problem(ticket, push=push) for ticket in tickets) if found), None)
+        if wrong is not None:
+            error = {"message": wrong, "type": "BadRequestError", "param": _KEY, "code": 400}
+            await answer(send, 400, {"error": error})
+            return
+        outcome = Outcome()
+        token = CURRENT.set(outcome)
+        try:
+            await self._app(scope, replay, LastChunk(outcome, send))
+        finally:
+            CURRENT.reset(token)
+
+
+class LastChunk:
+    """Passes an answer on; the last chunk of a stream gets the ticket.
+
+    Chunks pass at once until the request has ended in the engine; from then on one is held back until the next shows
+    that it was not the last.
+    """
+
+    def __init__(self, outcome: Outcome, send: Send) -> None:
+        self._outcome = outcome
+        self._send = send
+        self._stream = False
+        self._held: Message | None = None
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self._stream = any(
+                name.lower() == b"content-type" and value.startswith(b"text/event-stream")
+                for name, value in message["headers"]
+            )
+        elif self._stream and self._outcome.known:
+            await self._hold(message)
+            return
+        await self._send(message)
+
+    async def _hold(self, message: Message) -> None:
+        body, more = message.get("body", b""), message.get("more_body", False)
+        held, self._held = self._held, None
+        if held is None and body and not body.startswith(_DONE) and more:
+            self._held = message
+            return
+        if held is not None:
+            last = body.startswith(_DONE) or not more
+            if last:
+                held["body"] = with_ticket(held["body"], self._outcome.ticket or {})
+            await self._send(held)
+            if not last:
+                self._held = message
+                return
+        await self._send(message)
+
+
+def with_ticket(chunk: bytes, ticket: dict[str, Any]) -> bytes:
+    """The chunk of a stream, with the ticket on top of its last event's JSON; unchanged when it holds no object."""
+    end = chunk.rstrip()
+    if not end.endswith(b"}") or b"data: {" not in end:
+        return chunk
+    joint = b"" if end[:-1].rstrip().endswith(b"{") else b","
+    return b'%b%b"%b":%b}%b' % (end[:-1], joint, _KEY.encode(), orjson.dumps(ticket, default=list), chunk[len(end) :])
+
+
+def tickets_in(body: bytes) -> list[Any]:
+    """Every ticket that vLLM would find in a request's *body*; none when it is no JSON object: vLLM says so itself."""
+    # An escape may spell any letter of the key.
+    if body.find(_KEY.encode()) < 0 and body.find(b"\\u") < 0:
+        return []
+    try:
+        value = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        return []
+    found: list[Any] = []
+    for place in ((), ("vllm_xargs",), ("extra_args",), ("sampling_params",), ("sampling_params", "extra_args")):
+        where = value
+        for name in place:
+            where = where.get(name) if isinstance(where, dict) else None
+        if isinstance(where, dict) and where.get(_KEY) is not None:
+            found.append(where[_KEY])
+    return found
+
+
+def about(vllm_config: Any) -> dict[str, Any]:
+    """What an engine is, for who routes to it (docs/reference.md)."""
+    from vllm import envs
+
+    transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
+    if transfer is None:
+        return {"transfer_mode": None}
+    return {
+        "engine_id": transfer.engine_id,
+        "transfer_mode": "push" if _pushes(vllm_config) else "pull",
+        "role": transfer.kv_role,
+        "side_channel_host": envs.VLLM_NIXL_SIDE_CHANNEL_HOST,
+        "side_channel_port": envs.VLLM_NIXL_SIDE_CHANNEL_PORT,
+        "tp_size": parallel.tensor_parallel_size,
+        "pp_size": parallel.pipeline_parallel_size,
+        "dp_size": parallel.data_parallel_size,
+        "block_size": vllm_config.cache_config.block_size,
+        "bidirectional": bool(transfer.get_from_extra_config("bidirectional_kv_xfer", False)),
+    }
+
+
+def _pushes(vllm_config: Any) -> bool:
+    transfer = vllm_config.kv_transfer_config
+    return transfer is not None and "Push" in (transfer.kv_connector or "")
+
+
+async def answer(send: Send, status: int, value: dict[str, Any]) -> None:
+    body = orjson.dumps(value)
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

@@ -1,0 +1,268 @@
+"""Write mode: what vLLM's push connector lacks so that nothing is left behind when a leg is given up.
+
+Subclasses of vLLM 0.32's push scheduler and worker (distributed/kv_transfer/kv_connector/v1/nixl/push_scheduler.py and
+push_worker.py). There a decode server that waits for a push holds its blocks until the push comes, and a prefill server
+that has finished holds its own until its lease ends; neither is told that the other's leg was given up. Here the
+decode server says so:
+
+1. D's request is aborted before its KV cache has come: D's worker sends P a registration that says ``cancelled``.
+2. P drops D's registration, now or when it comes, frees the request's blocks if it is done and will free them when it
+   gets done, and answers as if the push were complete. What it is pushing already it completes.
+3. D frees its blocks with that answer. Without one for :data:`ANSWER_SECONDS` P is dead, or has stood still: such a P
+   drops every registration it held when it wakes (:data:`STALL_SECONDS`), so that it never writes into blocks that are
+   somebody else's by then.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from concurrent.futures import Future
+from typing import Any
+
+import msgspec
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import PUSH_REG_NOTIF_PREFIX
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_scheduler import NixlPushConnectorScheduler
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_worker import NixlPushConnectorWorker
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.utils import get_base_request_id
+
+from baton.engine.schedulers import Watchful
+from baton.engine.workers import Counting
+
+logger = logging.getLogger("vllm.baton")
+
+POLL_SECONDS = 0.05
+"""How often a worker that has nothing in flight looks for notifications: nobody wakes it for a cancellation."""
+
+ANSWER_SECONDS = 30.0
+STALL_SECONDS = 10.0
+REMEMBER_SECONDS = 600.0
+"""How long a prefill server remembers that a request was cancelled which it has not finished yet."""
+
+
+class BatonPushScheduler(Watchful, NixlPushConnectorScheduler):
+    """Tells the worker which registered requests were given up."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._registered: dict[str, dict[str, Any]] = {}
+        self._cancelled: dict[str, dict[str, Any]] = {}
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        ticket = request.kv_transfer_params
+        if ticket and ticket.get("do_remote_prefill"):
+            # Nobody reads it in this mode, but vLLM looks it up, and the engine would end for the lack of it.
+            ticket.setdefault("remote_request_id", request.request_id)
+        if ticket and ticket.get("do_remote_prefill") and num_external_tokens <= 0:
+            # The whole prompt is in this server's own cache: nothing is registered, and P shall not wait for it.
+            self._cancelled[request.request_id] = self._address(request, registered=False)
+            ticket["do_remote_prefill"] = False
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+        if request.request_id in self._push_pending_registrations:
+            self._registered[request.request_id] = self._address(request, registered=True)
+
+    def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
+        ticket = request.kv_transfer_params
+        registered = self._registered.pop(request.request_id, None)
+        if registered is not None:
+            self._cancelled[request.request_id] = registered
+            if self._push_pending_registrations.pop(request.request_id, None) is not None:
+                registered["registered"] = False
+        elif ticket and ticket.get("do_remote_prefill"):
+            # Given up before it was scheduled. vLLM would have the worker wait for a push that never comes.
+            self._cancelled[request.request_id] = self._address(request, registered=False)
+            ticket["do_remote_prefill"] = False
+            self._stop_heartbeat(request.request_id)
+            return False, None
+        return super().request_finished(request, block_ids)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        super().update_connector_output(connector_output)
+        for request_id in connector_output.finished_recving or ():
+            self._registered.pop(request_id, None)
+
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        cancelled, self._cancelled = self._cancelled, {}
+        meta = super().build_connector_meta(scheduler_output)
+        meta.push_cancellations = cancelled
+        return meta
+
+    def has_pending_push_work(self) -> bool:
+        return bool(self._cancelled) or super().has_pending_push_work()
+
+    def _address(self, request: Any, *, registered: bool) -> dict[str, Any]:
+        """A cancellation of *request*: where it goes, who sends it, and whether an answer is awaited."""
+        ticket = request.kv_transfer_params
+        return {
+            "request_id": request.request_id,
+            "cancelled": True,
+            "registered": registered,
+            "decode_engine_id": self.engine_id,
+            "decode_host": self.side_channel_host,
+            "decode_port": self.side_channel_port,
+            "decode_tp_size": self.vllm_config.parallel_config.tensor_parallel_size,
+            "remote_engine_id": ticket["remote_engine_id"],
+            "remote_host": ticket["remote_host"],
+            "remote_port": ticket["remote_port"],
+            "remote_tp_size": ticket["tp_size"],
+            "remote_pp_size": ticket.get("pp_size") or 1,
+        }
+
+
+class _Polling(threading.Event):
+    """An event whose waiter looks again by itself."""
+
+    def wait(self, timeout: float | None = None) -> bool:
+        return super().wait(POLL_SECONDS if timeout is None else timeout)
+
+
+class _Pulse(threading.Event):
+    """What vLLM's writer asks in each round whether to stop; knows from it whether the process stood still."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._asked_at = time.monotonic()
+        self._stood_still = False
+
+    def is_set(self) -> bool:
+        self._look()
+        return super().is_set()
+
+    def _look(self) -> None:
+        now = time.monotonic()
+        self._stood_still |= now - self._asked_at > STALL_SECONDS
+        self._asked_at = now
+
+    def stood_still(self) -> bool:
+        """Whether it did since the last time this was asked."""
+        self._look()
+        stood_still, self._stood_still = self._stood_still, False
+        return stood_still
+
+
+class BatonPushWorker(Counting, NixlPushConnectorWorker):
+    """Sends and obeys cancellations; see the module's text.
+
+    What sends and matches runs in vLLM's writer thread, the rest in the worker's main thread.
+    """
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._push_writer_wake = _Polling()
+        self._push_writer_stop = self._pulse = _Pulse()
+        # decode: cancelled and unanswered, by request, with the time when it is given up; the main thread's
+        self._unanswered: dict[str, float] = {}
+        # prefill: the writer's
+        self._cancelled_at: dict[str, float] = {}
+        self._pushing: set[str] = set()
+
+    # decode
+
+    def start_load_kv(self, metadata: Any) -> None:
+        super().start_load_kv(metadata)
+        cancelled = getattr(metadata, "push_cancellations", None) or {}
+        for request_id, cancellation in cancelled.items():
+            self._reg_send_inbox.put((request_id, {**cancellation, "decode_tp_rank": self.tp_rank}))
+            if cancellation["registered"]:
+                self._unanswered[request_id] = time.monotonic() + ANSWER_SECONDS
+            elif request_id in self._recving_metadata:
+                self._recving_transfers.setdefault(request_id, [])
+        if cancelled:
+            self._push_writer_wake.set()
+
+    def get_transfer_results(self) -> Any:
+        now = time.monotonic()
+        for request_id, until in list(self._unanswered.items()):
+            if request_id not in self._recving_metadata:
+                del self._unanswered[request_id]
+            elif now > until:
+                logger.warning("nobody answers the cancellation of %s: its blocks are freed", request_id)
+                del self._unanswered[request_id]
+                self._failed_recv_reqs.put(request_id)
+        return super().get_transfer_results()
+
+    # prefill
+
+    def _handle_push_reg_notif(self, notif: bytes) -> None:
+        self._notice_stall()
+        try:
+            registration = msgspec.msgpack.decode(notif[len(PUSH_REG_NOTIF_PREFIX) :])
+            request_id = registration["request_id"]
+        except (msgspec.DecodeError, KeyError, TypeError):
+            logger.warning("a registration that cannot be read was dropped")
+            return
+        if registration.get("cancelled"):
+            self._cancel(request_id, registration)
+        elif get_base_request_id(request_id) not in self._cancelled_at:
+            super()._handle_push_reg_notif(notif)
+
+    def _cancel(self, request_id: str, cancellation: dict[str, Any]) -> None:
+        now = time.monotonic()
+        self._cancelled_at = {
+            base: since for base, since in self._cancelled_at.items() if now - since < REMEMBER_SECONDS
+        }
+        if request_id in self._pushing:
+            return  # its completion is the answer
+        self._cancelled_at[get_base_request_id(request_id)] = now
+        self._pending_d_registrations.pop(request_id, None)
+        finished = self._pop_matching_finished_blocks(request_id)
+        if finished is not None:
+            self._free(finished[0])
+        if cancellation["registered"]:
+            self._answer(request_id, cancellation)
+
+    def _pop_matching_registration(self, request_id: str) -> dict[str, Any] | None:
+        self._notice_stall()
+        if get_base_request_id(request_id) in self._cancelled_at:
+            return {"request_id": request_id, "cancelled": True, "registered": False}
+        found: dict[str, Any] | None = super()._pop_matching_registration(request_id)
+        return found
+
+    def _do_start_push_kv(self, request_id: str, local_block_ids: Any, registration_data: dict[str, Any]) -> None:
+        if registration_data.get("cancelled"):
+            if registration_data["registered"]:
+                self._answer(request_id, registration_data)
+            else:
+                self._free(request_id)
+            return
+        self._pushing.add(registration_data["request_id"])
+        super()._do_start_push_kv(request_id, local_block_ids, registration_data)
+
+    def _free(self, request_id: str) -> None:
+        """Have the main thread release *request_id*'s blocks, as when all its readers had been served."""
+        self._pending_completion_notifs.put(f"{request_id}:{self.world_size}".encode())
+
+    def _answer(self, request_id: str, cancellation: dict[str, Any]) -> None:
+        """Tell the decode server's rank that nothing will be written for *request_id* any more."""
+        engine_id = cancellation["decode_engine_id"]
+        waiting = self._ensure_handshake(
+            engine_id, cancellation["decode_host"], cancellation["decode_port"], cancellation["decode_tp_size"]
+        )
+        if waiting is not None:
+
+            def shaken(done: Future[Any]) -> None:
+                if done.exception() is None:
+                    self._deferred_push_inbox.put((request_id, (), cancellation))
+                    self._push_writer_wake.set()
+
+            waiting.add_done_callback(shaken)
+            return
+        agent = self._remote_agents[engine_id].get((0, cancellation["decode_tp_rank"]))
+        try:
+            if agent is not None:
+                self.nixl_wrapper.send_notif(agent, notif_msg=f"{request_id}:{self.world_size}".encode())
+        except Exception as error:  # NIXL raises what it likes
+            self._log_failure(failure_type="cancellation_unanswered", req_id=request_id, error=error)
+
+    def _notice_stall(self) -> None:
+        """Forget the registrations of a time before this process stood still: their blocks may be somebody else's."""
+        if self._pulse.stood_still() and self._pending_d_registrations:
+            logger.warning("this server stood still: %d registrations dropped", len(self._pending_d_registrations))
+            self._pending_d_registrations.clear()
+
+    def _pop_done_transfers(self, transfers: Any) -> tuple[set[str], set[str]]:
+        done, failed = super()._pop_done_transfers(transfers)
+        if transfers is self._sending_transfers and not transfers:
+            self._pushing.clear()
+        return done, failed
