@@ -12,7 +12,7 @@ from aiohttp import web
 
 from baton.proxy.turns import Why
 from tests.proxy.conversations import CHAT, COMPLETIONS, MESSAGES, RESPONSES, Bidirectional, Talk, pieces, whole
-from tests.proxy.fakes import FakeEngine, House, hang, prefill_answer, settled, stream, until, with_house
+from tests.proxy.fakes import FakeEngine, Handler, House, hang, settled, stream, until, with_house
 
 PATHS = [COMPLETIONS, CHAT, RESPONSES, MESSAGES]
 
@@ -158,8 +158,24 @@ def test_the_time_and_number_of_turns_are_the_settings() -> None:
     talking(test, turn_ttl_seconds=5.0, max_turns=2)
 
 
+def together(number: int, answer: Handler) -> Handler:
+    """*answer*, once *number* of requests have come."""
+    come, free = 0, asyncio.Event()
+
+    async def wait(engine: FakeEngine, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        nonlocal come
+        come += 1
+        if come == number:
+            free.set()
+        await free.wait()
+        return await answer(engine, request, body)
+
+    return wait
+
+
 def test_a_newer_answer_takes_the_place_of_an_older_one() -> None:
     async def test(engines: Bidirectional) -> None:
+        engines.made.prefill[0].answer = together(2, engines.prefill)
         talks = [Talk(engines.made), Talk(engines.made)]
         await asyncio.gather(*(talk.say() for talk in talks))
         assert engines.store.dropped == {Why.REPLACED: 1}
@@ -172,17 +188,7 @@ def test_a_newer_answer_takes_the_place_of_an_older_one() -> None:
 def test_of_many_requests_at_once_one_gets_the_turn() -> None:
     async def test(engines: Bidirectional) -> None:
         await Talk(engines.made).say()
-        together, free = 0, asyncio.Event()
-
-        async def all_first(engine: FakeEngine, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-            nonlocal together
-            together += 1
-            if together == 20:
-                free.set()
-            await free.wait()
-            return await engines.prefill(engine, request, body)
-
-        engines.made.prefill[0].answer = all_first
+        engines.made.prefill[0].answer = together(20, engines.prefill)
         await asyncio.gather(*(Talk(engines.made).say() for _ in range(20)))
         assert sum(engines.used_in(engines.made.prefill[0], place) for place in range(21)) == 1
         assert counts(engines)[1:] == (1, {"none": 20})
@@ -594,6 +600,7 @@ def test_a_ticket_replayed_at_once_is_used_once() -> None:
     async def test(engines: Bidirectional) -> None:
         talk = Talk(engines.made, conversation=None)
         await talk.say()
+        engines.made.prefill[0].answer = together(10, engines.prefill)
         await asyncio.gather(*(Talk(engines.made, conversation=None, echoed=talk.echoed).echo() for _ in range(10)))
         assert engines.store.ignored == {"used": 9} and engines.store.used == 1
 
@@ -696,7 +703,6 @@ def test_the_fakes_would_see_a_wrong_pull(wrong: str) -> None:
         assert len(made.ledger.poison) == 1
         made.ledger.poison.clear()
 
-    assert prefill_answer is not None
     with_house(test)
 
 

@@ -76,8 +76,8 @@ def known_engine_id(holder: ProxyInstance) -> str | None:
 class TurnStore:
     """Turns that may be used, each once.
 
-    Bounded by number. The least recently kept goes first, and one takes the memory of its decode server's ticket: some
-    KB, since that names every block (about 60 bytes each).
+    Bounded by number; the least recently kept goes first. One takes the memory of its decode server's ticket: 1.5 KB,
+    and about 80 bytes for each block that it names (with digests of 32 bytes).
 
     Args:
         ttl_seconds: how long each may be used; less than its decode server keeps the blocks.
