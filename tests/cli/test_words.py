@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from baton.cli import main
 from baton.cli.parser import Failure
-from baton.cli.proxy import check_distinct, pair
+from baton.cli.proxy import check_distinct, pair, wants_turns
 from baton.cluster import Endpoint, Role
 from baton.launch import EngineInstall
 from tests import ports
@@ -62,6 +64,11 @@ def call(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
         (["proxy", "--queue-size", "-1"], "'-1' is not a whole number of 0 or more"),
         (["proxy", "--queue-size", "x"], "'x' is not a whole number of 0 or more"),
         (["proxy", "--sse-keepalive-secs", "0"], "'0' is not a positive number of seconds"),
+        (["proxy", "--turns", "--workers", "2"], "--turns and --workers 2 don't go together: each worker would know"),
+        (["proxy", "--client-tickets", "--workers", "2"], "use --workers 1 or --no-turns"),
+        (["proxy", "--client-tickets", "--no-turns"], "--client-tickets and --no-turns contradict each other"),
+        (["proxy", "--turn-ttl-seconds", "0"], "'0' is not a positive number of seconds"),
+        (["proxy", "--max-turns", "0"], "'0' is not a whole number of 1 or more"),
         (["model", "path", "nope"], "there is no embedded model 'nope'; there is: smollm2-135m-instruct"),
     ],
 )
@@ -157,6 +164,46 @@ def test_one_server_in_one_pool_twice_is_refused() -> None:
     twice = [Endpoint(role=Role.PREFILL, host="a", port=1)] * 2
     with pytest.raises(Failure, match="named twice"):
         check_distinct(twice, "127.0.0.1", 8000)
+
+
+def asked(**words: Any) -> argparse.Namespace:
+    return argparse.Namespace(**{"turns": None, "client_tickets": False, "workers": 1, **words})
+
+
+@pytest.mark.parametrize("name", ["VLLM_NEURON_BIDIRECTIONAL_KV", "BATON_BIDIRECTIONAL_KV"])
+@pytest.mark.parametrize(
+    ("value", "words", "on"),
+    [
+        (None, {}, False),
+        (None, {"turns": True}, True),
+        (None, {"client_tickets": True}, True),
+        ("", {}, False),
+        ("0", {}, False),
+        ("0", {"turns": True}, True),
+        ("1", {}, True),
+        ("1", {"turns": False}, False),
+        ("1", {"turns": False, "workers": 2}, False),
+    ],
+)
+def test_turns_are_turned_on_by_flag_or_variable_and_the_flag_wins(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str | None, words: dict[str, Any], on: bool
+) -> None:
+    if value is not None:
+        monkeypatch.setenv(name, value)
+    assert wants_turns(asked(**words)) is on
+
+
+@pytest.mark.parametrize("name", ["VLLM_NEURON_BIDIRECTIONAL_KV", "BATON_BIDIRECTIONAL_KV"])
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [("1", "=1 and --workers 2 don't go together"), ("yes", "=yes: 1 turns it on, 0 off")],
+)
+def test_a_variable_that_cannot_be_heeded_is_named(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str, said: str
+) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(Failure, match=name + said):
+        wants_turns(asked(workers=2))
 
 
 def test_a_proxy_may_open_as_many_files_as_the_system_lets_it() -> None:

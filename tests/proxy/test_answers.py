@@ -41,12 +41,26 @@ def test_an_answer_that_is_right_passes_byte_for_byte(raw: bytes) -> None:
 @pytest.mark.parametrize("key", ["kv_transfer_params", "ec_transfer_params"])
 @pytest.mark.parametrize("space", [b"", b" "])
 def test_hosts_and_blocks_are_taken_out_of_answers_and_events(key: str, space: bytes) -> None:
-    raw = b'{"choices":[],"%b":%b{"remote_host":"10.0.0.1"}}' % (key.encode(), space)
-    assert orjson.loads(correction().whole(raw)) == {"choices": []}
+    raw = b'{"choices":[1],"%b":%b{"remote_host":"10.0.0.1"}}' % (key.encode(), space)
+    assert orjson.loads(correction().whole(raw)) == {"choices": [1]}
     run, error = correction().run(b"id: 1\ndata: " + raw + b"\n\ndata: [DONE]\n\n")
-    assert (run, error) == (b'id: 1\ndata: {"choices":[]}\n\ndata: [DONE]\n\n', None)
+    assert (run, error) == (b'id: 1\ndata: {"choices":[1]}\n\ndata: [DONE]\n\n', None)
     nested = b'{"response":{"id":"r","%b":%b{"remote_host":"10.0.0.1"}}}' % (key.encode(), space)
     assert b"10.0.0.1" not in correction("/v1/responses").run(b"data: " + nested + b"\n\n")[0]
+
+
+@pytest.mark.parametrize(
+    "rest", [b"", b'"id":"c","object":"o","created":1,"model":"m","choices":[],', b'"choices":[],"usage":null,']
+)
+def test_an_event_that_held_nothing_but_a_ticket_is_left_out(rest: bytes) -> None:
+    raw = b'data: {%b"kv_transfer_params":{"remote_host":"10.0.0.1"}}\n\n' % rest
+    assert correction().run(b"data: 1\n\n" + raw + b"data: [DONE]\n\n") == (b"data: 1\n\ndata: [DONE]\n\n", None)
+
+
+@pytest.mark.parametrize("rest", [b'"type":"message_stop"', b'"choices":[],"usage":{"prompt_tokens":1}'])
+def test_an_event_that_said_something_else_stays(rest: bytes) -> None:
+    raw = b'event: e\ndata: {%b,"kv_transfer_params":{"remote_host":"10.0.0.1"}}\n\n' % rest
+    assert correction().run(raw) == (b"event: e\ndata: {%b}\n\n" % rest, None)
 
 
 def test_an_event_that_names_hosts_and_is_no_json_is_dropped() -> None:

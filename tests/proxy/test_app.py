@@ -30,7 +30,12 @@ def test_a_request_goes_through_both_phases() -> None:
             "model": "m",
             "prompt": "a",
             "max_tokens": 9,
-            "kv_transfer_params": {"do_remote_prefill": True, "remote_engine_id": "p", "remote_block_ids": [[0]]},
+            "kv_transfer_params": {
+                "do_remote_prefill": True,
+                "remote_engine_id": "p",
+                "remote_block_ids": [[0]],
+                "keep_blocks": False,
+            },
         }
 
     with_house(test)

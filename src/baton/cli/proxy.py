@@ -18,9 +18,19 @@ from pydantic import ValidationError
 from baton.cli.parser import Failure, Parser, count, count_or_zero, port_number, seconds
 from baton.cluster import Endpoint, Role
 from baton.http import Limits
-from baton.proxy import POLICIES, ProxySettings, TracingUnavailable, read_keys, serve, serve_workers
+from baton.proxy import (
+    MOST_TURNS,
+    POLICIES,
+    TTL_SECONDS,
+    ProxySettings,
+    TracingUnavailable,
+    read_keys,
+    serve,
+    serve_workers,
+)
 
 SPARE_DESCRIPTORS = 64
+TURNS = ("BATON_BIDIRECTIONAL_KV", "VLLM_NEURON_BIDIRECTIONAL_KV")
 OTLP = "http://127.0.0.1:4318/v1/traces"
 
 
@@ -73,6 +83,7 @@ def settings_of(args: argparse.Namespace, endpoints: tuple[Endpoint, ...]) -> Pr
     """
     if args.uds and args.workers > 1:
         raise Failure("--uds and --workers don't go together: workers share a port", 2)
+    turns = wants_turns(args)
     limits = Limits(connections=min(args.max_connections, affordable()), body_bytes=args.max_payload_size)
     return ProxySettings(
         host=args.host,
@@ -100,7 +111,46 @@ def settings_of(args: argparse.Namespace, endpoints: tuple[Endpoint, ...]) -> Pr
         name_instances=not args.hide_instances,
         access_log=args.access_log,
         otlp_endpoint=traces_url(args.otlp_traces_endpoint or OTLP) if args.enable_trace else None,
+        turns=turns,
+        turn_ttl_seconds=args.turn_ttl_seconds,
+        max_turns=args.max_turns,
+        client_tickets=args.client_tickets,
     )
+
+
+def wants_turns(args: argparse.Namespace) -> bool:
+    """Whether the KV cache of an answer is kept for the next request: by flag, else by environment.
+
+    Raises:
+        Failure: that contradicts something else.
+    """
+    asked: str | None = None
+    if args.turns is None:
+        asked = next((f"{name}={os.environ[name]}" for name in TURNS if switched_on(name)), None)
+        asked = "--client-tickets" if args.client_tickets else asked
+    elif args.turns:
+        asked = "--turns"
+    elif args.client_tickets:
+        raise Failure("--client-tickets and --no-turns contradict each other: a client's ticket is for a turn", 2)
+    if asked is not None and args.workers > 1:
+        raise Failure(
+            f"{asked} and --workers {args.workers} don't go together: each worker would know its own conversations "
+            "only; use --workers 1 or --no-turns",
+            2,
+        )
+    return asked is not None
+
+
+def switched_on(name: str) -> bool:
+    """Whether a variable of the environment is 1.
+
+    Raises:
+        Failure: it is neither that nor 0.
+    """
+    value = os.environ.get(name, "")
+    if value not in ("", "0", "1"):
+        raise Failure(f"{name}={value}: 1 turns it on, 0 off", 2)
+    return value == "1"
 
 
 def api_keys(given: Sequence[str], path: str | None) -> tuple[str, ...]:
@@ -196,6 +246,7 @@ def _parser() -> Parser:
     _listening(parser)
     _keys(parser)
     _load(parser)
+    _turns(parser)
     _watching(parser)
     return parser
 
@@ -339,6 +390,40 @@ def _load(parser: Parser) -> None:
         metavar="S",
         help="send a comment in a stream after so much silence, also before the engines have answered: "
         "an error that comes later is then an event of a stream with status 200 (default: never)",
+    )
+
+
+def _turns(parser: Parser) -> None:
+    group = parser.add_argument_group(
+        "conversations",
+        "A request says which it belongs to by X-Session-ID, or conversation_id in its body. Decode servers must be "
+        "started for it too.",
+    )
+    group.add_argument(
+        "--turns",
+        action=argparse.BooleanOptionalAction,
+        help="bidirectional KV: the next prefill of a conversation pulls what its decode server has "
+        f"(default: off; environment: {TURNS[0]}=1 or {TURNS[1]}=1)",
+    )
+    group.add_argument(
+        "--turn-ttl-seconds",
+        type=seconds,
+        default=TTL_SECONDS,
+        metavar="S",
+        help="how long after an answer; some time less than decode servers keep their blocks, which is 480 s "
+        f"(default: {TTL_SECONDS:g})",
+    )
+    group.add_argument(
+        "--max-turns",
+        type=count,
+        default=MOST_TURNS,
+        metavar="N",
+        help=f"at a time; the least recently kept goes first (default: {MOST_TURNS})",
+    )
+    group.add_argument(
+        "--client-tickets",
+        action="store_true",
+        help="turns --turns on, and gives clients a ticket with each answer that they may echo in the next request",
     )
 
 

@@ -5,9 +5,12 @@ from baton.proxy.door import read_keys
 from baton.proxy.fleet import Fleet, NoInstance
 from baton.proxy.routing import POLICIES
 from baton.proxy.tracing import TracingUnavailable
+from baton.proxy.turns import MOST_TURNS, TTL_SECONDS
 
 __all__ = [
+    "MOST_TURNS",
     "POLICIES",
+    "TTL_SECONDS",
     "Fleet",
     "NoInstance",
     "Proxy",

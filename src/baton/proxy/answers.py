@@ -19,12 +19,15 @@ from baton.http import data_of, split, with_data
 from baton.proxy import legs
 from baton.proxy.errors import ProxyError
 from baton.proxy.legs import Body, Rules, Style
-from baton.proxy.ticket import TRUSTED_KEYS, Ticket
+from baton.proxy.ticket import TICKET_KEY, TRUSTED_KEYS, Ticket
+from baton.proxy.turns import Turn
 
 # Every event is searched for these words; with bytes.find, since `in` makes an exception and forgets it for each.
 # In JSON a quote within a text is escaped: these match keys and values, never what a model wrote.
 _TRUSTED = re.compile(rb'"(?:kv|ec)_transfer_params"\s*:(?!\s*null)')
 _FAILED = re.compile(rb'"finish_reason"\s*:\s*"(?:error|abort)"')
+# What every chunk says of the stream it belongs to.
+_ENVELOPE = frozenset({"id", "object", "created", "model", "system_fingerprint", "service_tier"})
 _SCORES = (*legs.PROMPT_SCORES, "prompt_token_id_logprobs")
 
 
@@ -72,17 +75,21 @@ class Correction:
         body: the client's.
         prefilled: what the prefill leg brought.
         scored: whether a part of the answer is the prefill server's (:func:`legs.asks_prompt_scores`).
+
+    Attributes:
+        turn: what takes the decode server's ticket for the next request; None when nobody will.
     """
 
-    __slots__ = ("_body", "_cached", "_handed_over", "_prompt", "_rules")
+    __slots__ = ("_body", "_cached", "_handed_over", "_prompt", "_rules", "turn")
 
-    def __init__(self, rules: Rules, body: Body, prefilled: Prefilled, scored: bool) -> None:
+    def __init__(self, rules: Rules, body: Body, prefilled: Prefilled, scored: bool, turn: Turn | None = None) -> None:
         self._rules = rules
         self._body = body
         self._handed_over = prefilled.ticket is not None
         self._cached = cached_of(prefilled.answer, rules.style)
         # Put in once: into the whole answer, or into the first event that carries text.
         self._prompt = prefilled.answer if scored else None
+        self.turn = turn
 
     def concerns(self, raw: bytes) -> bool:
         """Whether an answer, or a run of events, can have something to put right; a guess on the safe side."""
@@ -99,7 +106,12 @@ class Correction:
         Raises:
             ProxyError: it says that generation failed, or is no JSON object.
         """
-        return orjson.dumps(self.value(raw)) if self.concerns(raw) else raw
+        if not self.concerns(raw):
+            return raw
+        body = orjson.dumps(self.value(raw))
+        if self.turn is not None:
+            self.turn.keep()
+        return body
 
     def value(self, raw: bytes) -> dict[str, Any]:
         """The same, parsed."""
@@ -130,24 +142,45 @@ class Correction:
             except orjson.JSONDecodeError:
                 value = None
             if isinstance(value, dict):
-                made.append(with_data(event, orjson.dumps(self.put_right(value))))
+                value = self.put_right(value)
+                # A ticket that stood alone in its event leaves nothing.
+                if not (names_hosts(event) and says_nothing(value)):
+                    made.append(with_data(event, orjson.dumps(value)))
             elif not names_hosts(event):
                 made.append(event)
         return b"".join(made), None
 
     def put_right(self, answer: dict[str, Any]) -> dict[str, Any]:
         """An answer, or the data of an event, put right in place."""
-        for holder in (answer, answer.get("response"), answer.get("message")):
+        given: object = None
+        holders = (answer, answer.get("response"), answer.get("message"))
+        for holder in holders:
             if not isinstance(holder, dict):
                 continue
             for key in TRUSTED_KEYS:
-                holder.pop(key, None)
+                taken = holder.pop(key, None)
+                if key == TICKET_KEY:
+                    given = given or taken
             if self._handed_over and isinstance(holder.get("usage"), dict):
                 correct_usage(holder["usage"], self._rules.style, self._cached)
         if self._prompt is not None and answer.get("choices"):
             prompt, self._prompt = self._prompt, None
             add_prompt(answer, prompt, self._body, self._rules)
+        if given and self.turn is not None and not any(map(is_broken, holders)):
+            echoed = self.turn.found(given)
+            if echoed is not None:
+                answer[TICKET_KEY] = echoed
         return answer
+
+
+def is_broken(response: object) -> bool:
+    """Whether an answer in the words of /v1/responses says that it is none."""
+    return isinstance(response, dict) and response.get("status") in ("failed", "cancelled")
+
+
+def says_nothing(event: Mapping[str, Any]) -> bool:
+    """Whether the data of an event is only what each of its stream has."""
+    return not any(value for name, value in event.items() if name not in _ENVELOPE)
 
 
 def generation_failed() -> ProxyError:

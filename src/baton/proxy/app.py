@@ -24,6 +24,7 @@ from baton.proxy.access_log import AccessLog
 from baton.proxy.admin import ADMIN, OPEN, routes
 from baton.proxy.admission import Gate
 from baton.proxy.beat import Beats
+from baton.proxy.client_tickets import Signer
 from baton.proxy.deliver import ToClient
 from baton.proxy.door import Keys, Origins, carried
 from baton.proxy.errors import JSON, ProxyError, StreamFailed, error_event
@@ -32,10 +33,11 @@ from baton.proxy.journey import EngineRefusal, Journey, State, Times, Way, prefi
 from baton.proxy.legs import Rules, Style
 from baton.proxy.memory import settle_memory
 from baton.proxy.metrics import Metrics
-from baton.proxy.modes import run_read, run_several
+from baton.proxy.modes import run_read, run_several, turn_of
 from baton.proxy.routing import POLICIES
 from baton.proxy.samples import parts
 from baton.proxy.tracing import Tracer
+from baton.proxy.turns import MOST_TURNS, TTL_SECONDS, TurnStore
 from baton.proxy.upstream import Answer, Upstream
 from baton.proxy.workers import Alive, Peers, Worker, Workers, watch_parent
 
@@ -78,6 +80,10 @@ class ProxySettings:
         name_instances: whether answers say which instances made them.
         access_log: a file, ``-`` for standard output, None for none.
         otlp_endpoint: where spans go; None makes none.
+        turns: whether the KV cache of an answer is kept for the conversation's next request (bidirectional KV).
+        turn_ttl_seconds: how long; less than decode servers keep their blocks.
+        max_turns: at a time.
+        client_tickets: with *turns*: whether clients get tickets that they may echo.
         reuse_port: whether others may listen on the same port: workers of one proxy do.
         worker_socket: a Unix socket on which this worker tells the others what it counts; None for a proxy of one.
         other_workers: theirs.
@@ -108,6 +114,10 @@ class ProxySettings:
     name_instances: bool = True
     access_log: str | None = None
     otlp_endpoint: str | None = None
+    turns: bool = False
+    turn_ttl_seconds: float = TTL_SECONDS
+    max_turns: int = MOST_TURNS
+    client_tickets: bool = False
     reuse_port: bool = False
     worker_socket: str | None = None
     other_workers: tuple[str, ...] = ()
@@ -128,13 +138,17 @@ class Proxy:
         self.settings = settings
         self.fleet = Fleet(settings.endpoints)
         gate = Gate(settings.max_requests, settings.queue_size, settings.queue_seconds)
+        self.turns: TurnStore | None = None
+        if settings.turns:
+            signer = Signer() if settings.client_tickets else None
+            self.turns = TurnStore(settings.turn_ttl_seconds, settings.max_turns, signer)
         tracer = Tracer(settings.otlp_endpoint) if settings.otlp_endpoint is not None else None
         self.way = Way(
             self.fleet,
             Upstream(self.fleet, settings.request_timeout_seconds, settings.engine_tls),
             POLICIES[settings.prefill_policy or settings.policy](),
             POLICIES[settings.decode_policy or settings.policy](),
-            Metrics(self.fleet, gate),
+            Metrics(self.fleet, gate, self.turns),
             gate,
             tracer,
         )
@@ -291,9 +305,13 @@ class Proxy:
         """
         way = self.way
         # read
-        journey.body, journey.raw = read_body(journey.request)
+        turns = self.turns
+        said: dict[str, Any] | None = None if turns is None else {}
+        journey.body, journey.raw = read_body(journey.request, said)
         legs.check(journey.body, journey.rules)
         made = parts(journey.body, journey.rules)
+        if turns is not None and said is not None:
+            journey.turn = turn_of(journey, turns, said, len(made))
 
         # admit
         if not way.gate.try_enter():
@@ -355,8 +373,8 @@ class Proxy:
             self._access_log.flush()
 
 
-def read_body(request: Request) -> tuple[dict[str, object], bytes]:
-    """The body as an object and as what an engine may get (see :func:`baton.proxy.legs.parse`).
+def read_body(request: Request, said: dict[str, Any] | None = None) -> tuple[dict[str, object], bytes]:
+    """The body as an object and as what an engine may get, with *said* as in :func:`baton.proxy.legs.parse`.
 
     Raises:
         ProxyError: 415, it is compressed.
@@ -365,7 +383,7 @@ def read_body(request: Request) -> tuple[dict[str, object], bytes]:
     coding = request.header(b"content-encoding")
     if coding is not None and coding.lower() != b"identity":
         raise ProxyError(415, "a compressed body is not supported: send it as it is")
-    return legs.parse(request.body)
+    return legs.parse(request.body, said)
 
 
 def tell(error: Exception, responder: Responder, headers: list[Header], common: list[Header], style: Style) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import zlib
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 import orjson
@@ -16,6 +16,7 @@ from baton.proxy.errors import JSON, ProxyError
 from baton.proxy.journey import Journey, State, Way
 from baton.proxy.passage import Passage
 from baton.proxy.samples import Part, Weaver, joined
+from baton.proxy.turns import Turn
 from baton.proxy.upstream import decoder, passed_headers, read_answer
 
 _DONE = b"data: [DONE]\n\n"
@@ -56,15 +57,26 @@ class ToClient:
         passage = Passage(responder.write, correction, journey.rules, self._way.metrics)
         if journey.beat is not None:
             journey.beat.source = passage
-        responder.on_pause, responder.on_resume = response.pause, response.resume
+        pause = response.pause if journey.turn is None else _held_back(response, journey.turn)
+        responder.on_pause, responder.on_resume = pause, response.resume
         if responder.paused:
-            response.pause()
+            pause()
         try:
             await feed(response, passage)
         finally:
             journey.times.first_event = passage.first_at
         passage.close()
         responder.end()
+
+
+def _held_back(response: Response, turn: Turn) -> Callable[[], None]:
+    """What holds the engine back, and tells the turn that it is no longer known when the answer ended."""
+
+    def pause() -> None:
+        turn.held_back()
+        response.pause()
+
+    return pause
 
 
 async def feed(response: Response, passage: Passage) -> None:

@@ -48,6 +48,12 @@ def bearer(request: Request) -> bytes | None:
     return value[7:].strip()
 
 
+def tenant(request: Request) -> bytes:
+    """Who asks: a digest of the key that a client came with, so that no key is kept; empty when it came with none."""
+    given = bearer(request) or request.header(b"x-api-key") or request.header(b"authorization")
+    return _digest(given) if given else b""
+
+
 def carried(request: Request, engine_key: bytes | None, own_keys: bool) -> list[Header]:
     """The client's headers that an engine gets: trace context, and an authorization.
 

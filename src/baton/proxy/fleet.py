@@ -30,6 +30,7 @@ class ProxyInstance:
         place: its place among its role, which never changes.
         usable: whether it answered last time it was asked or used.
         in_flight: requests on it now.
+        outages: how often it went out.
         named: the header by which an answer names it.
     """
 
@@ -38,6 +39,7 @@ class ProxyInstance:
     place: int
     usable: bool = False
     in_flight: int = 0
+    outages: int = 0
     named: Header = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -48,6 +50,8 @@ class ProxyInstance:
             logger.log(
                 logging.INFO if usable else logging.WARNING, "%s is %s: %s", self.id, "usable" if usable else "out", why
             )
+            if not usable:
+                self.outages += 1
         self.usable = usable
 
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import enum
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import orjson
 
@@ -25,8 +26,9 @@ from baton.proxy.fleet import Fleet, ProxyInstance
 from baton.proxy.metrics import Metrics
 from baton.proxy.routing import Policy
 from baton.proxy.samples import Part
-from baton.proxy.ticket import Ticket
+from baton.proxy.ticket import ASK, Ticket
 from baton.proxy.tracing import Span, Tracer
+from baton.proxy.turns import Turn
 from baton.proxy.upstream import Answer, Leg, Upstream, read_answer, read_body
 
 LINGER_SECONDS = 0.5
@@ -89,6 +91,7 @@ class Journey:
         beat: what speaks while its stream is silent.
         named: whether the answer says which instances made it.
         admitted: it holds a place behind the gate.
+        turn: its conversation's; None when turns are off or it has none.
     """
 
     request: Request
@@ -107,6 +110,7 @@ class Journey:
     beat: Beat | None = None
     named: bool = True
     admitted: bool = False
+    turn: Turn | None = None
 
     def part(self, part: Part) -> Journey:
         """The journey of one part of it, with an id of its own."""
@@ -184,8 +188,11 @@ def open_leg(
     return way.upstream.post(instance, journey.request.target, headers, body, span, linger_seconds=linger_seconds)
 
 
-async def prefill(journey: Journey, way: Way) -> Prefilled:
+async def prefill(journey: Journey, way: Way, ask: Mapping[str, Any] = ASK) -> Prefilled:
     """Run the prefill leg.
+
+    Args:
+        ask: what it carries in a ticket's place.
 
     Raises:
         EngineRefusal: the server answered with an error.
@@ -194,7 +201,7 @@ async def prefill(journey: Journey, way: Way) -> Prefilled:
     instance, times = journey.prefill, journey.times
     assert instance is not None
     journey.state = State.PREFILLING
-    body = legs.written(legs.prefill_leg(journey.body, journey.rules))
+    body = legs.written(legs.prefill_leg(journey.body, journey.rules, ask))
     times.prefill_sent = time.monotonic()
     async with open_leg(journey, way, instance, (body,)) as response:
         # Read to the end, also of a refusal: only then can the connection be used again.
@@ -229,7 +236,9 @@ async def decode(journey: Journey, way: Way, prefilled: Prefilled, deliver: Deli
     scored = legs.asks_prompt_scores(journey.body, journey.rules)
     if scored:
         raw = legs.written(legs.without_prompt_scores(journey.body, journey.rules))
-    body = legs.decode_body(raw, prefilled.ticket)
+    if journey.turn is not None:
+        journey.turn.sent_to(instance)
+    body = legs.decode_body(raw, prefilled.ticket, keep_blocks=journey.turn is not None)
     linger = LINGER_SECONDS if prefilled.ticket is not None else 0.0
     times.decode_sent = time.monotonic()
     async with open_leg(journey, way, instance, body, linger) as response:
@@ -239,7 +248,7 @@ async def decode(journey: Journey, way: Way, prefilled: Prefilled, deliver: Deli
             raise EngineRefusal(await read_answer(response))
         if prefilled.ticket is not None:
             way.metrics.handed_off.inc()
-        await deliver(journey, response, Correction(journey.rules, journey.body, prefilled, scored))
+        await deliver(journey, response, Correction(journey.rules, journey.body, prefilled, scored, journey.turn))
 
 
 async def prefill_alone(journey: Journey, way: Way) -> Answer:

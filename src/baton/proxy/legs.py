@@ -15,7 +15,16 @@ from typing import Any
 import msgspec
 import orjson
 
-from baton.proxy.ticket import ASK, DOORS, TICKET_KEY, TRUSTED_KEYS, Ticket, holds_trusted, without_trusted
+from baton.proxy.ticket import (
+    ASK,
+    CONVERSATION_KEY,
+    DOORS,
+    TICKET_KEY,
+    TRUSTED_KEYS,
+    Ticket,
+    holds_trusted,
+    without_trusted,
+)
 
 Body = Mapping[str, Any]
 
@@ -66,7 +75,7 @@ LONG_BODY = 16 << 10
 LONG_VALUE = 4 << 10
 _SHALLOW = msgspec.json.Decoder(dict[str, msgspec.Raw])
 # Objects that may hold what only the proxy may say, or the sampling fields.
-_LOOKED_INTO = frozenset({*DOORS, *TRUSTED_KEYS})
+_LOOKED_INTO = frozenset({*DOORS, *TRUSTED_KEYS, CONVERSATION_KEY})
 _EMPTY = re.compile(rb"\s*\}")
 PROMPT_SCORES = ("prompt_logprobs", "prompt_logprob_token_ids")
 """What asks for the logits of the prompt, which only the prefill server sees."""
@@ -128,11 +137,14 @@ class Refused(ValueError):
         self.param = param
 
 
-def parse(raw: bytes) -> tuple[dict[str, Any], bytes]:
+def parse(raw: bytes, said: dict[str, Any] | None = None) -> tuple[dict[str, Any], bytes]:
     """A client's body as an object, and the bytes that say the same and may reach an engine.
 
     These are the client's own unless it said what only the proxy may say. In a long body a long value stays as
     it was written (an ``orjson.Fragment``): a prompt passes through, and to read it costs more than all else.
+
+    Args:
+        said: gets what the client said to the proxy alone, which is taken out: its conversation and its ticket.
 
     Raises:
         Refused: it is no JSON object.
@@ -140,8 +152,11 @@ def parse(raw: bytes) -> tuple[dict[str, Any], bytes]:
     body = _loads(raw) if len(raw) < LONG_BODY else _loads_long(raw)
     if not isinstance(body, dict):
         raise Refused(f"the body must be a JSON object, not {type(body).__name__}")
-    if holds_trusted(body):
+    if CONVERSATION_KEY in body or holds_trusted(body):
+        if said is not None:
+            said.update((key, body[key]) for key in (CONVERSATION_KEY, TICKET_KEY) if key in body)
         body = without_trusted(body)
+        body.pop(CONVERSATION_KEY, None)
         raw = written(body)
     return body, raw
 
@@ -243,8 +258,12 @@ def generates_nothing(body: Body, rules: Rules) -> bool:
     return rules.echoes and bool(body.get("echo")) and body.get("max_tokens") == 0
 
 
-def prefill_leg(body: Body, rules: Rules = COMPLETIONS) -> dict[str, Any]:
-    """The body for the prefill server: one token, in one piece, and the wish for a ticket."""
+def prefill_leg(body: Body, rules: Rules = COMPLETIONS, ask: Mapping[str, Any] = ASK) -> dict[str, Any]:
+    """The body for the prefill server: one token, in one piece, and the wish for a ticket.
+
+    Args:
+        ask: that wish; or the ticket of the turn before, which is one too.
+    """
     if rules.inside is None:
         leg = _one_token(body, rules)
     else:
@@ -253,7 +272,7 @@ def prefill_leg(body: Body, rules: Rules = COMPLETIONS) -> dict[str, Any]:
     if echoes_scores(body, rules):
         leg["echo"], leg["logprobs"] = True, body["logprobs"]
     leg["stream"] = False
-    leg[TICKET_KEY] = ASK
+    leg[TICKET_KEY] = ask
     return leg
 
 
@@ -277,15 +296,17 @@ def without_prompt_scores(body: Body, rules: Rules) -> dict[str, Any]:
     return {**body, rules.inside: kept}
 
 
-def decode_body(raw: bytes, ticket: Ticket | None) -> tuple[bytes | memoryview, ...]:
+def decode_body(raw: bytes, ticket: Ticket | None, keep_blocks: bool | None = None) -> tuple[bytes | memoryview, ...]:
     """The body for the decode server, in pieces: the client's own, to the letter, with the ticket in front.
 
     Args:
         raw: an object, as :func:`parse` gave it; it is not copied.
         ticket: what prefill gave; without one the decode server computes the prompt itself.
+        keep_blocks: whether the decode server is to keep the blocks for the next turn; None does not say.
     """
     if ticket is None:
         return (raw,)
+    params = ticket.params if keep_blocks is None else {**ticket.params, "keep_blocks": keep_blocks}
     start = raw.index(b"{") + 1
     comma = b"" if _EMPTY.match(raw, start) else b","
-    return b'{"%b":%b%b' % (TICKET_KEY.encode(), orjson.dumps(ticket.params), comma), memoryview(raw)[start:]
+    return b'{"%b":%b%b' % (TICKET_KEY.encode(), orjson.dumps(params), comma), memoryview(raw)[start:]

@@ -14,6 +14,8 @@ from prometheus_client.registry import Collector
 
 from baton.proxy.admission import Gate
 from baton.proxy.fleet import Fleet
+from baton.proxy.turn_metrics import families
+from baton.proxy.turns import TurnStore
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 PARTS = ("queue", "prefill", "hand_off", "first_token", "overhead")
@@ -74,9 +76,10 @@ class Marks(Protocol):
 class Metrics(Collector):
     """All metrics of a proxy, counted by hand since they are counted often."""
 
-    def __init__(self, fleet: Fleet, gate: Gate) -> None:
+    def __init__(self, fleet: Fleet, gate: Gate, turns: TurnStore | None = None) -> None:
         self._fleet = fleet
         self._gate = gate
+        self._turns = turns
         self.request_seconds = Seconds()
         self.prefill_seconds = Seconds()
         self.inter_token_seconds = Seconds()
@@ -162,6 +165,8 @@ class Metrics(Collector):
         yield in_flight
         yield GaugeMetricFamily("baton_active_requests", "Requests under way", value=self._gate.active)
         yield GaugeMetricFamily("baton_queued_requests", "Requests in line for a place", value=self._gate.waiting)
+        if self._turns is not None:
+            yield from families(self._turns)
 
     def render(self, others: Iterable[bytes] = ()) -> bytes:
         """The text of all metrics, with those of other workers added.

@@ -63,6 +63,10 @@ class Passage:
             if not run:
                 return
         self._last = run
+        turn = self._correction.turn
+        if turn is not None and turn.given is not None and last_of(run).startswith(self._rules.ends):
+            # Before the client sees the end: its next request may be here before the rest of this one is.
+            turn.keep()
         self._write(run, last=run.endswith(_DONE))
 
     def close(self) -> None:

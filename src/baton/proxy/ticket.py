@@ -14,6 +14,9 @@ TICKET_KEY = "kv_transfer_params"
 TRUSTED_KEYS = (TICKET_KEY, "ec_transfer_params")
 """What an engine believes without asking: it names hosts, ports and blocks. Only the proxy may say it."""
 
+CONVERSATION_KEY = "conversation_id"
+"""Which conversation a request belongs to, for the proxy alone: no engine knows the field."""
+
 DOORS = ("vllm_xargs", "extra_args", "sampling_params")
 """Objects within a body whose keys an engine takes for the same."""
 

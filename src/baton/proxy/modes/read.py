@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 from baton.proxy.journey import Deliver, Journey, Way, choose, decode, prefill
+from baton.proxy.modes.turns import prefill_turn
 
 logger = logging.getLogger("baton.proxy")
 
@@ -21,7 +22,8 @@ async def run_read(journey: Journey, way: Way, deliver: Deliver) -> None:
     choose(journey, way)
 
     # prefill
-    prefilled = await prefill(journey, way)
+    turn = journey.turn
+    prefilled = await (prefill(journey, way) if turn is None else prefill_turn(journey, way, turn))
     if prefilled.ticket is None:
         assert journey.prefill is not None
         way.metrics.without_ticket.inc()
