@@ -204,6 +204,7 @@ def _parser() -> Parser:
             help=f"vllm serve's flags for {role} servers only, in one quoted text",
         )
     parser.add_argument("--engine-args", default="", metavar="FLAGS", help="the same for every engine")
+    add_transport(parser)
     parser.add_argument(
         "--start-timeout", type=seconds, default=600.0, metavar="S", help="seconds until all must answer (default: 600)"
     )
