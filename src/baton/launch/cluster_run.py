@@ -54,4 +54,5 @@ def _request(cluster: Cluster, instance: Instance) -> EngineRequest:
         cpus=instance.cpus,
         available_cpus=available_cpus(),
         transfer_mode=cluster.transfer_mode,
+        transport=cluster.transport,
     )

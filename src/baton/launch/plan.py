@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from baton.cluster import Cluster, Instance, Role
-from baton.launch.commands import DEFAULT_PORTS, DEFAULT_SIDE_CHANNEL_PORTS, LaunchError
+from baton.cluster import Cluster, Instance, Role, Transport
+from baton.launch.commands import DEFAULT_PORTS, DEFAULT_SIDE_CHANNEL_PORTS
 from baton.launch.devices import share_cpus
+from baton.launch.errors import LaunchError
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,7 @@ class PlanRequest:
         prefill_side_port, decode_side_port: the same for side channels.
         cpus: cores to share out.
         common_args, prefill_args, decode_args: `vllm serve` flags.
+        transport: what the KV cache travels over.
     """
 
     model: str
@@ -37,6 +39,7 @@ class PlanRequest:
     common_args: tuple[str, ...] = ()
     prefill_args: tuple[str, ...] = ()
     decode_args: tuple[str, ...] = ()
+    transport: Transport = field(default_factory=Transport)
 
 
 def plan(request: PlanRequest) -> Cluster:
@@ -55,7 +58,13 @@ def plan(request: PlanRequest) -> Cluster:
         for index in range(count)
     )
     _check_port("the proxy", request.proxy_port)
-    cluster = Cluster(model=request.model, proxy_host=request.host, proxy_port=request.proxy_port, instances=instances)
+    cluster = Cluster(
+        model=request.model,
+        transport=request.transport,
+        proxy_host=request.host,
+        proxy_port=request.proxy_port,
+        instances=instances,
+    )
     port_owners(cluster)
     return cluster
 
