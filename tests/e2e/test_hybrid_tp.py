@@ -24,7 +24,7 @@ SIZES = (1, 2)
 ENGINES = tuple(Engine(("--tensor-parallel-size", str(size))) for size in SIZES)
 
 
-@pytest.fixture(scope="module", params=[4, 1], ids=["4 KV heads", "1 KV head"])
+@pytest.fixture(scope="module", params=[4, 1], ids=["4-heads", "1-head"])
 def sizes(request: pytest.FixtureRequest, logs: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     kv_heads: int = request.param
     model = tiny.llama(tmp_path_factory.mktemp("llama"), kv_heads=kv_heads)
