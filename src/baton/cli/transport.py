@@ -23,7 +23,7 @@ def add_transport(parser: Parser) -> None:
         "--nixl-threads",
         type=count_or_zero,
         metavar="N",
-        help="threads of NIXL beside its progress thread (default: THREADS on CPU, else vLLM's own 4)",
+        help="threads of NIXL beside its progress thread (default: 1 on CPU, else vLLM's own 4)",
     )
 
 

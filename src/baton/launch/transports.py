@@ -13,7 +13,7 @@ from baton.launch.errors import LaunchError
 
 UCX_TLS = "UCX_TLS"
 CPU_THREADS = 1
-"""Of NIXL, on CPU: vLLM's 4 take cores from the model and move nothing faster (bench/transports.py)."""
+"""Of NIXL, on CPU: vLLM's 4 poll on cores that compute, and move nothing faster (docs/performance.md)."""
 
 
 def extra_config(asked: Transport, given: Mapping[str, Any], device: str) -> dict[str, Any]:
