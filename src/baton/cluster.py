@@ -35,6 +35,13 @@ class TransferMode(enum.StrEnum):
     WRITE = "write"
 
 
+class TransferBackend(enum.StrEnum):
+    """NIXL's backend that moves the KV cache; the names are NIXL's."""
+
+    UCX = "UCX"
+    LIBFABRIC = "LIBFABRIC"
+
+
 Port = Annotated[int, Field(ge=1, le=65535)]
 
 
@@ -42,6 +49,20 @@ class Value(BaseModel):
     """A frozen value; an unknown key is an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Transport(Value):
+    """What the KV cache travels over; None leaves a choice to Baton's defaults.
+
+    Attributes:
+        backend: of NIXL.
+        ucx_tls: UCX's transports, as in its variable UCX_TLS.
+        threads: of NIXL, that post reads and wait for them.
+    """
+
+    backend: TransferBackend | None = None
+    ucx_tls: str | None = None
+    threads: Annotated[int, Field(ge=0)] | None = None
 
 
 class Endpoint(Value):
@@ -95,6 +116,7 @@ class Cluster(Value):
         transfer_mode: how the KV cache travels.
         bidirectional: whether decode servers keep a turn's KV cache for the next turn's prefill server.
         pull_threshold: tokens below which that computes them instead; None leaves vLLM's default.
+        transport: what it travels over.
         proxy_host: where the proxy listens, with *proxy_port*.
         instances: prefill instances first.
     """
@@ -103,6 +125,7 @@ class Cluster(Value):
     transfer_mode: TransferMode = TransferMode.READ
     bidirectional: bool = False
     pull_threshold: int | None = None
+    transport: Transport = Transport()
     proxy_host: str = "127.0.0.1"
     proxy_port: Port = 8000
     instances: tuple[Instance, ...]

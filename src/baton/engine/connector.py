@@ -13,6 +13,7 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl import connector as stock
 
+from baton.engine import hybrid_tp
 from baton.engine.counters import BatonPromMetrics, BatonStats
 from baton.engine.push import BatonPushScheduler, BatonPushWorker
 from baton.engine.schedulers import BatonPullScheduler
@@ -41,6 +42,7 @@ def check_hooks() -> None:
     Raises:
         HookGone: the installed vLLM lacks a method that Baton's connectors override or call.
     """
+    hybrid_tp.check_hooks()
     for ours, names in _HOOKS.items():
         theirs = [base for base in ours.__mro__ if base.__module__.startswith("vllm.")]
         for name in names:

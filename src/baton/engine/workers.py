@@ -8,6 +8,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker import NixlBa
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPullConnectorWorker
 
 from baton.engine.counters import BatonStats
+from baton.engine.hybrid_tp import HybridTPMixin
 
 
 class Counting(NixlBaseConnectorWorker):
@@ -24,5 +25,5 @@ class Counting(NixlBaseConnectorWorker):
         super()._handle_heartbeat(payload)
 
 
-class BatonPullWorker(Counting, NixlPullConnectorWorker):
-    """Read mode."""
+class BatonPullWorker(Counting, HybridTPMixin, NixlPullConnectorWorker):
+    """Read mode, for any two tensor parallel sizes of which one divides the other."""

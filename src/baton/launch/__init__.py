@@ -4,7 +4,6 @@ from baton.launch.cluster_run import cluster_commands, default_logs, start_clust
 from baton.launch.commands import (
     Command,
     EngineRequest,
-    LaunchError,
     bidirectional_asked,
     dashed,
     engine_command,
@@ -12,6 +11,7 @@ from baton.launch.commands import (
     proxy_command,
 )
 from baton.launch.devices import EngineInstall, available_cpus, installed_engine, share_cpus
+from baton.launch.errors import LaunchError
 from baton.launch.plan import PlanRequest, plan
 from baton.launch.preflight import Problem, check_cluster, check_engine
 from baton.launch.probe import url_of

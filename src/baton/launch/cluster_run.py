@@ -56,4 +56,5 @@ def _request(cluster: Cluster, instance: Instance) -> EngineRequest:
         transfer_mode=cluster.transfer_mode,
         bidirectional=cluster.bidirectional,
         pull_threshold=cluster.pull_threshold,
+        transport=cluster.transport,
     )

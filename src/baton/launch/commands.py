@@ -9,23 +9,22 @@ import json
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from baton.cluster import Cluster, Role, TransferMode
+from baton.cluster import Cluster, Role, TransferMode, Transport
 from baton.engine import CPUS, ENGINE_SWITCH, NIXL_NAP_US, format_cpus
+from baton.launch import transports
 from baton.launch.devices import EngineInstall
+from baton.launch.errors import LaunchError
 from baton.models import ResolvedModel
 
 DEFAULT_PORTS = {Role.PREFILL: 8100, Role.DECODE: 8200}
 DEFAULT_SIDE_CHANNEL_PORTS = {Role.PREFILL: 5559, Role.DECODE: 5659}
 DEFAULT_KV_CACHE_BYTES = 1 << 30
+BATON_CONNECTOR = "baton.engine.connector"
 SIDE_CHANNEL_HOST = "VLLM_NIXL_SIDE_CHANNEL_HOST"
 SIDE_CHANNEL_PORT = "VLLM_NIXL_SIDE_CHANNEL_PORT"
-
-
-class LaunchError(ValueError):
-    """Flags that don't go together; the message names both values and the remedy."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +66,7 @@ class EngineRequest:
         transfer_mode: how the KV cache travels.
         bidirectional: whether decode servers keep a turn's KV cache for the next turn's prefill server to pull.
         pull_threshold: tokens below which it computes them instead; None leaves vLLM's default (64).
+        transport: what it travels over.
     """
 
     role: Role
@@ -79,6 +79,7 @@ class EngineRequest:
     transfer_mode: TransferMode = TransferMode.READ
     bidirectional: bool = False
     pull_threshold: int | None = None
+    transport: Transport = field(default_factory=Transport)
 
 
 def engine_command(
@@ -97,6 +98,9 @@ def engine_command(
     """
     args = request.vllm_args
     transfer = _transfer_config(request, install)
+    extra = transports.extra_config(request.transport, transfer.get("kv_connector_extra_config", {}), install.device)
+    if extra:
+        transfer["kv_connector_extra_config"] = extra
     port = _int_flag(args, "--port")
     if port is not None and not 0 < port < 65536:
         raise LaunchError(f"--port {port} is not a port number (1 to 65535)")
@@ -105,7 +109,7 @@ def engine_command(
         if flag_value(args, name) is None and not _negated(args, name):
             flags += [name] if value is None else [name, value]
     return Command(
-        environ=_environ(request, model, install, environ),
+        environ=_environ(request, model, install, environ) | transports.environ(request.transport, extra),
         argv=(
             sys.executable,
             "-m",
@@ -269,7 +273,7 @@ def _connector(request: EngineRequest, given: Mapping[str, Any]) -> dict[str, An
         raise LaunchError(
             f"kv_connector {name!r} does not do --transfer-mode {request.transfer_mode}; leave it out or name {ours}"
         )
-    return {"kv_connector": ours, "kv_connector_module_path": "baton.engine.connector"}
+    return {"kv_connector": ours, "kv_connector_module_path": BATON_CONNECTOR}
 
 
 def _loads(request: EngineRequest) -> dict[str, Any]:
@@ -353,7 +357,7 @@ def _environ(
         # Without it vLLM looks its address up by a route to the outside.
         defaults["VLLM_HOST_IP"] = "127.0.0.1"
     if install.device == "cpu":
-        ranks = _int_flag(request.vllm_args, "--tensor-parallel-size") or 1
+        ranks = _int_flag(request.vllm_args, "--tensor-parallel-size") or _int_flag(request.vllm_args, "-tp") or 1
         cores = len(request.cpus or request.available_cpus)
         defaults["OMP_NUM_THREADS"] = str(max(1, cores // ranks))
         # The plugin binds the whole process; vLLM's own binding would move workers elsewhere.

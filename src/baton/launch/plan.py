@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from baton.cluster import Cluster, Instance, Role, TransferMode
-from baton.launch.commands import DEFAULT_PORTS, DEFAULT_SIDE_CHANNEL_PORTS, LaunchError
+from baton.cluster import Cluster, Instance, Role, TransferMode, Transport
+from baton.launch.commands import DEFAULT_PORTS, DEFAULT_SIDE_CHANNEL_PORTS
 from baton.launch.devices import share_cpus
+from baton.launch.errors import LaunchError
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,7 @@ class PlanRequest:
         cpus: cores to share out.
         transfer_mode, bidirectional, pull_threshold: see :class:`baton.cluster.Cluster`.
         common_args, prefill_args, decode_args: `vllm serve` flags.
+        transport: what the KV cache travels over.
     """
 
     model: str
@@ -41,6 +43,7 @@ class PlanRequest:
     common_args: tuple[str, ...] = ()
     prefill_args: tuple[str, ...] = ()
     decode_args: tuple[str, ...] = ()
+    transport: Transport = field(default_factory=Transport)
 
 
 def plan(request: PlanRequest) -> Cluster:
@@ -64,6 +67,7 @@ def plan(request: PlanRequest) -> Cluster:
         transfer_mode=request.transfer_mode,
         bidirectional=request.bidirectional,
         pull_threshold=request.pull_threshold,
+        transport=request.transport,
         proxy_host=request.host,
         proxy_port=request.proxy_port,
         instances=instances,

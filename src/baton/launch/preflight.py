@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import socket
@@ -13,9 +14,10 @@ from pathlib import Path
 
 import psutil
 
-from baton.cluster import Cluster
+from baton.cluster import Cluster, Role
 from baton.launch.commands import DEFAULT_KV_CACHE_BYTES, Command, flag_value
 from baton.launch.devices import EngineInstall
+from baton.launch.heads import block_problem, heads_problem, read_config, sizes_problem, tensor_parallel_size
 from baton.launch.plan import port_owners
 
 ENGINE_OVERHEAD_BYTES = 1_600_000_000
@@ -55,6 +57,7 @@ def check_engine(
                 words=True,
             )
         )
+    problems += check_shape([command], install, local_model=local_model)
     problems += check_ports([(host, port, "the API"), (side_host, side, "the side channel")])
     if install.device == "cpu" and local_model:
         problems += check_memory([command], environ)
@@ -70,11 +73,14 @@ def check_cluster(
     environ: Mapping[str, str] = os.environ,
 ) -> list[Problem]:
     """What would stop any process of *cluster* from starting."""
+    commands = list(commands)
     problems = check_install(install)
+    problems += check_shape(commands, install, local_model=local_model)
+    problems += check_roles(cluster, commands)
     owners = port_owners(cluster)
     problems += check_ports([(cluster.proxy_host, port, owner) for port, owner in owners.items()])
     if install.device == "cpu" and local_model:
-        problems += check_memory(list(commands), environ)
+        problems += check_memory(commands, environ)
     return problems
 
 
@@ -91,6 +97,30 @@ def check_install(install: EngineInstall) -> list[Problem]:
             )
         )
     return problems
+
+
+def check_shape(commands: Iterable[Command], install: EngineInstall, *, local_model: bool) -> list[Problem]:
+    """A problem for each head count that cannot be shared out, and each block size that the device refuses."""
+    found: dict[str, None] = {}
+    for command in commands:
+        config = read_config(Path(command.argv[3])) if local_model else {}
+        heads = heads_problem(config, tensor_parallel_size(command.argv))
+        block = block_problem(command.argv) if install.device == "cpu" else None
+        found.update(dict.fromkeys(problem for problem in (heads, block) if problem))
+    return [Problem(what, words=True) for what in found]
+
+
+def check_roles(cluster: Cluster, commands: Iterable[Command]) -> list[Problem]:
+    """A problem for each pair of tensor parallel sizes between which no KV cache can be handed over.
+
+    Args:
+        commands: of *cluster*'s instances, in their order.
+    """
+    sizes: dict[Role, set[int]] = {Role.PREFILL: set(), Role.DECODE: set()}
+    for instance, command in zip(cluster.instances, commands, strict=True):
+        sizes[instance.role].add(tensor_parallel_size(command.argv))
+    pairs = itertools.product(sorted(sizes[Role.PREFILL]), sorted(sizes[Role.DECODE]))
+    return [Problem(what, words=True) for pair in pairs if (what := sizes_problem(*pair))]
 
 
 def check_ports(claims: Iterable[tuple[str, int, str]]) -> list[Problem]:
