@@ -99,6 +99,8 @@ def settings_of(args: argparse.Namespace, endpoints: tuple[Endpoint, ...]) -> Pr
         request_id_headers=tuple(args.request_id_headers),
         name_instances=not args.hide_instances,
         access_log=args.access_log,
+        warm_up=args.warm_up,
+        warm_up_seconds=args.warm_up_timeout_secs,
         otlp_endpoint=traces_url(args.otlp_traces_endpoint or OTLP) if args.enable_trace else None,
     )
 
@@ -243,6 +245,16 @@ def _engines(parser: Parser) -> None:
         default=2.0,
         metavar="S",
         help="between two rounds of health questions (default: 2)",
+    )
+    group.add_argument(
+        "--warm-up",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="one small hand-off for each pair before /health is good, so that no request waits for a handshake "
+        "(default: --warm-up)",
+    )
+    group.add_argument(
+        "--warm-up-timeout-secs", type=seconds, default=30.0, metavar="S", help="limit for one pair (default: 30)"
     )
     group.add_argument("--engine-ca-file", metavar="PEM", help="who vouches for engines at https URLs")
 

@@ -30,6 +30,7 @@ class ProxyInstance:
         place: its place among its role, which never changes.
         usable: whether it answered last time it was asked or used.
         in_flight: requests on it now.
+        came_up: how often it became usable: another start has other connections.
         named: the header by which an answer names it.
     """
 
@@ -38,6 +39,7 @@ class ProxyInstance:
     place: int
     usable: bool = False
     in_flight: int = 0
+    came_up: int = 0
     named: Header = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -48,6 +50,7 @@ class ProxyInstance:
             logger.log(
                 logging.INFO if usable else logging.WARNING, "%s is %s: %s", self.id, "usable" if usable else "out", why
             )
+            self.came_up += usable
         self.usable = usable
 
 
