@@ -77,6 +77,7 @@ class Instance(Endpoint):
         side_channel_port: its first port; one a data-parallel rank.
         cpus: core numbers it may use; empty means all.
         engine_args: `vllm serve` flags beyond Baton's own, as typed.
+        environ: variables for it; they win over the caller's environment.
     """
 
     id: str
@@ -84,6 +85,7 @@ class Instance(Endpoint):
     side_channel_port: Port
     cpus: tuple[int, ...] = ()
     engine_args: tuple[str, ...] = ()
+    environ: dict[str, str] = {}
 
 
 class Cluster(Value):
@@ -93,6 +95,7 @@ class Cluster(Value):
         model: what the user called it.
         transfer_mode: how the KV cache travels.
         proxy_host: where the proxy listens, with *proxy_port*.
+        proxy_flags: more flags of the proxy.
         instances: prefill instances first.
     """
 
@@ -100,6 +103,7 @@ class Cluster(Value):
     transfer_mode: TransferMode = TransferMode.READ
     proxy_host: str = "127.0.0.1"
     proxy_port: Port = 8000
+    proxy_flags: tuple[str, ...] = ()
     instances: tuple[Instance, ...]
 
     def of_role(self, role: Role) -> tuple[Instance, ...]:

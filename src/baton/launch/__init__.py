@@ -1,5 +1,13 @@
 """The launcher's room: ports, devices, commands, checks before the start, and the watch afterwards."""
 
+from baton.launch.cluster_file import (
+    ClusterFileError,
+    Flags,
+    RoleFlags,
+    file_endpoints,
+    plan_file,
+    read_cluster_file,
+)
 from baton.launch.cluster_run import cluster_commands, default_logs, start_cluster
 from baton.launch.commands import (
     Command,
@@ -19,12 +27,15 @@ from baton.launch.tryout import TryoutFailed, ask
 
 __all__ = [
     "ChildDied",
+    "ClusterFileError",
     "Command",
     "EngineInstall",
     "EngineRequest",
+    "Flags",
     "LaunchError",
     "PlanRequest",
     "Problem",
+    "RoleFlags",
     "StartTimeout",
     "Supervisor",
     "TryoutFailed",
@@ -36,10 +47,13 @@ __all__ = [
     "dashed",
     "default_logs",
     "engine_command",
+    "file_endpoints",
     "flag_value",
     "installed_engine",
     "plan",
+    "plan_file",
     "proxy_command",
+    "read_cluster_file",
     "share_cpus",
     "start_cluster",
     "url_of",

@@ -138,6 +138,7 @@ def proxy_command(cluster: Cluster) -> Command:
             *(instance.host for instance in decode),
             "--decoder-ports",
             *(str(instance.port) for instance in decode),
+            *cluster.proxy_flags,
         ),
     )
 

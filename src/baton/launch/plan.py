@@ -22,6 +22,7 @@ class PlanRequest:
         prefill_side_port, decode_side_port: the same for side channels.
         cpus: cores to share out.
         common_args, prefill_args, decode_args: `vllm serve` flags.
+        proxy_flags: more flags of the proxy.
     """
 
     model: str
@@ -37,6 +38,7 @@ class PlanRequest:
     common_args: tuple[str, ...] = ()
     prefill_args: tuple[str, ...] = ()
     decode_args: tuple[str, ...] = ()
+    proxy_flags: tuple[str, ...] = ()
 
 
 def plan(request: PlanRequest) -> Cluster:
@@ -55,7 +57,13 @@ def plan(request: PlanRequest) -> Cluster:
         for index in range(count)
     )
     _check_port("the proxy", request.proxy_port)
-    cluster = Cluster(model=request.model, proxy_host=request.host, proxy_port=request.proxy_port, instances=instances)
+    cluster = Cluster(
+        model=request.model,
+        proxy_host=request.host,
+        proxy_port=request.proxy_port,
+        proxy_flags=request.proxy_flags,
+        instances=instances,
+    )
     port_owners(cluster)
     return cluster
 
@@ -67,15 +75,20 @@ def port_owners(cluster: Cluster) -> dict[int, str]:
         LaunchError: a port has two owners; the message names both.
     """
     owners: dict[int, str] = {}
-    claims = [(cluster.proxy_port, "the proxy")]
-    for instance in cluster.instances:
-        claims.append((instance.port, f"{instance.id}'s API"))
-        claims.append((instance.side_channel_port, f"{instance.id}'s side channel"))
-    for port, owner in claims:
+    for _, port, owner in port_claims(cluster):
         if port in owners:
             raise LaunchError(f"port {port} is planned for {owners[port]} and for {owner}: move one of them")
         owners[port] = owner
     return owners
+
+
+def port_claims(cluster: Cluster) -> list[tuple[str, int, str]]:
+    """Host, port and owner of everything that will listen."""
+    claims = [(cluster.proxy_host, cluster.proxy_port, "the proxy")]
+    for instance in cluster.instances:
+        claims.append((instance.host, instance.port, f"{instance.id}'s API"))
+        claims.append((instance.side_channel_host, instance.side_channel_port, f"{instance.id}'s side channel"))
+    return claims
 
 
 def _instance(request: PlanRequest, role: Role, index: int, cpus: tuple[int, ...]) -> Instance:

@@ -16,7 +16,7 @@ import psutil
 from baton.cluster import Cluster
 from baton.launch.commands import DEFAULT_KV_CACHE_BYTES, Command, flag_value
 from baton.launch.devices import EngineInstall
-from baton.launch.plan import port_owners
+from baton.launch.plan import port_claims
 
 ENGINE_OVERHEAD_BYTES = 1_600_000_000
 """What an engine's three forked processes take beside weights and KV cache (docs/performance.md)."""
@@ -71,8 +71,7 @@ def check_cluster(
 ) -> list[Problem]:
     """What would stop any process of *cluster* from starting."""
     problems = check_install(install)
-    owners = port_owners(cluster)
-    problems += check_ports([(cluster.proxy_host, port, owner) for port, owner in owners.items()])
+    problems += check_ports(port_claims(cluster))
     if install.device == "cpu" and local_model:
         problems += check_memory(list(commands), environ)
     return problems
