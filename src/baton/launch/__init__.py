@@ -20,8 +20,9 @@ from baton.launch.commands import (
 )
 from baton.launch.devices import EngineInstall, available_cpus, installed_engine, share_cpus
 from baton.launch.plan import PlanRequest, plan
-from baton.launch.preflight import Problem, check_cluster, check_engine
+from baton.launch.preflight import check_cluster, check_engine
 from baton.launch.probe import url_of
+from baton.launch.problem import Problem
 from baton.launch.supervisor import ChildDied, StartTimeout, Supervisor
 from baton.launch.tryout import TryoutFailed, ask
 

@@ -8,7 +8,6 @@ import os
 import socket
 import struct
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -16,26 +15,15 @@ import psutil
 from baton.cluster import Cluster
 from baton.launch.commands import DEFAULT_KV_CACHE_BYTES, Command, flag_value
 from baton.launch.devices import EngineInstall
+from baton.launch.fits import check_fits
 from baton.launch.plan import port_claims
+from baton.launch.problem import Problem
 
 ENGINE_OVERHEAD_BYTES = 1_600_000_000
 """What an engine's three forked processes take beside weights and KV cache (docs/performance.md)."""
 
 _DTYPE_BYTES = {"float32": 4, "float": 4, "bfloat16": 2, "float16": 2, "half": 2}
 _STORED_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
-
-
-@dataclass(frozen=True)
-class Problem:
-    """Something that would make a start fail, with how to mend it.
-
-    Attributes:
-        what: one line.
-        words: whether the words on the command line are at fault (exit code 2) and not the machine (1).
-    """
-
-    what: str
-    words: bool = False
 
 
 def check_engine(
@@ -70,10 +58,12 @@ def check_cluster(
     environ: Mapping[str, str] = os.environ,
 ) -> list[Problem]:
     """What would stop any process of *cluster* from starting."""
+    commands = list(commands)
     problems = check_install(install)
+    problems += check_fits(cluster, commands, install.device)
     problems += check_ports(port_claims(cluster))
     if install.device == "cpu" and local_model:
-        problems += check_memory(list(commands), environ)
+        problems += check_memory(commands, environ)
     return problems
 
 
