@@ -12,7 +12,8 @@ import pytest
 from baton.cli import main
 from baton.cluster import Role
 from baton.launch import EngineInstall, PlanRequest, cluster_commands, plan
-from baton.launch.fits import CHECKS, Plan, Planned, problems, read_config
+from baton.launch.fits import CHECKS, problems
+from baton.launch.planned import Plan, Planned, read_config
 from baton.models import ResolvedModel
 from tests.ports import free_ports
 

@@ -1,13 +1,6 @@
 """The launcher's room: ports, devices, commands, checks before the start, and the watch afterwards."""
 
-from baton.launch.cluster_file import (
-    ClusterFileError,
-    Flags,
-    RoleFlags,
-    file_endpoints,
-    plan_file,
-    read_cluster_file,
-)
+from baton.launch.cluster_file import ClusterFileError, read_cluster_file
 from baton.launch.cluster_run import cluster_commands, default_logs, start_cluster
 from baton.launch.commands import (
     Command,
@@ -19,6 +12,7 @@ from baton.launch.commands import (
     proxy_command,
 )
 from baton.launch.devices import EngineInstall, available_cpus, installed_engine, share_cpus
+from baton.launch.file_plan import Flags, RoleFlags, file_endpoints, plan_file
 from baton.launch.plan import PlanRequest, plan
 from baton.launch.preflight import check_cluster, check_engine
 from baton.launch.probe import url_of

@@ -2,100 +2,35 @@
 
 Pure: from what every engine will run with and the model's config to problems. What must be equal is what vllm 0.32
 compares when two engines meet (distributed/kv_transfer/kv_connector/v1/nixl: ``compute_nixl_compatibility_hash`` in
-metadata.py, ``_validate_remote_agent_handshake`` in base_worker.py), and what nobody
-compares though both phases share it.
-Values that only vLLM can tell (an ``auto`` that hangs on the device) are left to it.
+metadata.py, ``_validate_remote_agent_handshake`` in base_worker.py), and what nobody compares though both phases share
+it. Values that only vLLM can tell (an ``auto`` that hangs on the device) are left to it.
 """
 
 from __future__ import annotations
 
-import json
-import re
-import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import product
-from pathlib import Path
-from typing import Any
 
-from baton.cluster import Cluster, Instance, Role
-from baton.launch.commands import Command, flag_value
+from baton.cluster import Cluster, Role
+from baton.launch.commands import Command
+from baton.launch.planned import (
+    HYBRID_OFF,
+    Plan,
+    Planned,
+    block_size,
+    cache_dtype,
+    dtype,
+    hybrid_off,
+    is_hybrid,
+    is_mla,
+    length,
+    names,
+    read_config,
+    tensor_parallel,
+    whole,
+)
 from baton.launch.problem import Problem
-
-CPU_BLOCK = 128
-"""Tokens a block on CPU unless something else is asked for (vllm 0.32, platforms/cpu.py)."""
-
-HYBRID_OFF = "--disable-hybrid-kv-cache-manager"
-
-_MODES = {"NixlConnector": "read", "NixlPullConnector": "read", "NixlPushConnector": "write"}
-_DTYPES = {"float": "float32", "half": "float16"}
-_MULTIPLES = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
-
-
-@dataclass(frozen=True)
-class Planned:
-    """What one engine will run with.
-
-    Attributes:
-        id: ``P0``, ``D1``.
-        role: its phase.
-        model: folder or hub id.
-        args: every flag of `vllm serve`.
-        transfer: its ``kv_transfer_config``.
-    """
-
-    id: str
-    role: Role
-    model: str
-    args: tuple[str, ...]
-    transfer: Mapping[str, Any]
-
-    @classmethod
-    def of(cls, instance: Instance, command: Command) -> Planned:
-        transfer = json.loads(flag_value(command.argv, "--kv-transfer-config") or "{}")
-        return cls(instance.id, instance.role, command.argv[3], tuple(command.argv[4:]), transfer)
-
-    def flag(self, *names: str) -> str | None:
-        """The value of a flag by any of its names, or None."""
-        return next((value for name in names if (value := flag_value(self.args, name)) is not None), None)
-
-    def has(self, name: str) -> bool | None:
-        """Whether a flag without value is on; of it and its ``--no-`` the last wins. None when neither was given."""
-        negated = f"--no-{name.removeprefix('--')}"
-        return next((word == name for word in reversed(self.args) if word in (name, negated)), None)
-
-    @property
-    def mode(self) -> str:
-        return _MODES.get(str(self.transfer.get("kv_connector")), "read")
-
-    @property
-    def extra(self) -> Mapping[str, Any]:
-        extra = self.transfer.get("kv_connector_extra_config")
-        return extra if isinstance(extra, dict) else {}
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What the checks look at.
-
-    Attributes:
-        engines: all of them.
-        config: the model's config.json; empty when it is not on this disk.
-        device: ``cpu`` or ``accelerator``.
-    """
-
-    engines: tuple[Planned, ...]
-    config: Mapping[str, Any]
-    device: str
-
-    def of_role(self, role: Role) -> Sequence[Planned]:
-        return [engine for engine in self.engines if engine.role is role]
-
-    def pairs(self) -> Iterable[tuple[Planned, Planned]]:
-        return product(self.of_role(Role.PREFILL), self.of_role(Role.DECODE))
-
 
 Check = Callable[[Plan], Iterator[Problem]]
 
@@ -115,15 +50,6 @@ def problems(plan: Plan) -> list[Problem]:
     return [problem for check in CHECKS for problem in check(plan)]
 
 
-def read_config(model: str) -> dict[str, Any]:
-    """The config.json of a model on this disk; empty when there is none."""
-    try:
-        value = json.loads((Path(model) / "config.json").read_text())
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}
-
-
 # what all engines share
 
 
@@ -138,10 +64,10 @@ def same_model(plan: Plan) -> Iterator[Problem]:
 def served_names(plan: Plan) -> Iterator[Problem]:
     """Clients take a name from a decode server, and the prefill server must know it."""
     for prefill, decode in plan.pairs():
-        unknown = [name for name in _names(decode) if name not in _names(prefill)]
+        unknown = [name for name in names(decode) if name not in names(prefill)]
         if unknown:
             yield _words(
-                f"{decode.id} serves the model as {unknown[0]!r} and {prefill.id} as {', '.join(_names(prefill))}: "
+                f"{decode.id} serves the model as {unknown[0]!r} and {prefill.id} as {', '.join(names(prefill))}: "
                 "a request's name must be known to both; give both the same --served-model-name"
             )
             return
@@ -149,9 +75,9 @@ def served_names(plan: Plan) -> Iterator[Problem]:
 
 def same_dtype(plan: Plan) -> Iterator[Problem]:
     """The hash holds the model's type and the cache's; their bytes would be read as others."""
-    yield from _same(plan, "--dtype", lambda engine: _dtype(engine, plan), "the KV cache would not be understood")
+    yield from _same(plan, "--dtype", lambda engine: dtype(engine, plan), "the KV cache would not be understood")
     yield from _same(
-        plan, "--kv-cache-dtype", lambda engine: _cache_dtype(engine, plan), "the KV cache would not be understood"
+        plan, "--kv-cache-dtype", lambda engine: cache_dtype(engine, plan), "the KV cache would not be understood"
     )
 
 
@@ -160,7 +86,7 @@ def same_cache_manager(plan: Plan) -> Iterator[Problem]:
     if any(engine.extra.get("enforce_handshake_compat") is False for engine in plan.engines):
         return
     why = "vLLM refuses such a pair at its first hand-off"
-    yield from _same(plan, HYBRID_OFF, lambda engine: _hybrid_off(engine, plan), why)
+    yield from _same(plan, HYBRID_OFF, lambda engine: hybrid_off(engine, plan), why)
     yield from _same(plan, "--attention-backend", lambda engine: engine.flag("--attention-backend"), why)
 
 
@@ -171,11 +97,11 @@ def block_sizes(plan: Plan) -> Iterator[Problem]:
     status 200; 32 on decode and 64 on prefill fails every request.
     """
     for prefill, decode in plan.pairs():
-        sizes = _block_size(prefill, plan), _block_size(decode, plan)
+        sizes = block_size(prefill, plan), block_size(decode, plan)
         if None in sizes or sizes[0] == sizes[1]:
             continue
         starts, other = (decode, prefill) if decode.mode == "read" else (prefill, decode)
-        large, small = _block_size(starts, plan), _block_size(other, plan)
+        large, small = block_size(starts, plan), block_size(other, plan)
         assert large is not None and small is not None
         text = f"--block-size is {sizes[0]} on {prefill.id} and {sizes[1]} on {decode.id}: "
         if plan.device == "cpu":
@@ -184,10 +110,10 @@ def block_sizes(plan: Plan) -> Iterator[Problem]:
         if large % small:
             yield _words(f"{text}{starts.id}'s must be a multiple of {other.id}'s; give both the same")
             return
-        if _tensor_parallel(prefill) > _tensor_parallel(decode) and not _is_mla(plan.config):
+        if tensor_parallel(prefill) > tensor_parallel(decode) and not is_mla(plan.config):
             yield _words(
-                f"{text}with a larger --tensor-parallel-size on {prefill.id} ({_tensor_parallel(prefill)}) than on "
-                f"{decode.id} ({_tensor_parallel(decode)}) they must be equal; give both the same"
+                f"{text}with a larger --tensor-parallel-size on {prefill.id} ({tensor_parallel(prefill)}) than on "
+                f"{decode.id} ({tensor_parallel(decode)}) they must be equal; give both the same"
             )
             return
 
@@ -201,7 +127,7 @@ def context_lengths(plan: Plan) -> Iterator[Problem]:
     for role in Role:
         first, *others = plan.of_role(role)
         for engine in others:
-            lengths = _length(first, plan), _length(engine, plan)
+            lengths = length(first, plan), length(engine, plan)
             if None not in lengths and lengths[0] != lengths[1]:
                 yield _words(
                     f"--max-model-len is {lengths[0]} on {first.id} and {lengths[1]} on {engine.id}: whether a prompt "
@@ -209,7 +135,7 @@ def context_lengths(plan: Plan) -> Iterator[Problem]:
                 )
                 return
     for prefill, decode in plan.pairs():
-        ours, theirs = _length(prefill, plan), _length(decode, plan)
+        ours, theirs = length(prefill, plan), length(decode, plan)
         if ours is not None and theirs is not None and ours > theirs:
             yield _words(
                 f"--max-model-len is {ours} on {prefill.id} and {theirs} on {decode.id}: {decode.id} would refuse "
@@ -247,7 +173,7 @@ def write_mode_is_one_way(plan: Plan) -> Iterator[Problem]:
 def pipelines(plan: Plan) -> Iterator[Problem]:
     """vllm 0.32, nixl/base_worker.py: no decode server in a pipeline, and no hybrid cache in one that is read from."""
     for engine in plan.engines:
-        stages = _whole(engine.flag("--pipeline-parallel-size", "-pp")) or 1
+        stages = whole(engine.flag("--pipeline-parallel-size", "-pp")) or 1
         if stages == 1:
             continue
         if engine.role is Role.DECODE:
@@ -256,7 +182,7 @@ def pipelines(plan: Plan) -> Iterator[Problem]:
                 "--tensor-parallel-size there"
             )
             return
-        if engine.mode == "read" and _is_hybrid(plan.config) and not engine.has(HYBRID_OFF):
+        if engine.mode == "read" and is_hybrid(plan.config) and not engine.has(HYBRID_OFF):
             yield _words(
                 f"--pipeline-parallel-size is {stages} on {engine.id}, and the model's layers have caches of several "
                 "kinds: read mode does not do that; use 1, or write mode"
@@ -291,9 +217,6 @@ CHECKS: tuple[Check, ...] = (
 """All checks; a new one is a function more."""
 
 
-# reading flags
-
-
 def _same(plan: Plan, name: str, value: Callable[[Planned], str | None], why: str) -> Iterator[Problem]:
     """A problem when two engines say different things; None says nothing."""
     said = [(engine, found) for engine in plan.engines if (found := value(engine)) is not None]
@@ -312,96 +235,3 @@ def _given(name: str, engine: Planned) -> str:
 
 def _words(what: str) -> Problem:
     return Problem(what, words=True)
-
-
-def _names(engine: Planned) -> list[str]:
-    """What an engine calls its model; the last --served-model-name wins, and it takes several."""
-    names = [engine.model]
-    for index, word in enumerate(engine.args):
-        if word == "--served-model-name":
-            following = engine.args[index + 1 :]
-            end = next((at for at, each in enumerate(following) if each.startswith("-")), len(following))
-            names = list(following[:end])
-        elif word.startswith("--served-model-name="):
-            names = [word.partition("=")[2]]
-    return names
-
-
-def _hybrid_off(engine: Planned, plan: Plan) -> str | None:
-    """Unasked it is off on CPU; on other devices vLLM looks at the platform."""
-    given = engine.has(HYBRID_OFF)
-    if given is None:
-        return "off" if plan.device == "cpu" else None
-    return "on" if given else "off"
-
-
-def _dtype(engine: Planned, plan: Plan) -> str | None:
-    """The type that an engine computes in, or None when only vLLM can tell."""
-    given = (engine.flag("--dtype") or "auto").lower()
-    if given != "auto":
-        return _DTYPES.get(given, given)
-    stored = str(plan.config.get("dtype") or plan.config.get("torch_dtype") or "").removeprefix("torch.")
-    # A model in float32 is served in what the device prefers: bfloat16 on CPU, but for Macs (platforms/cpu.py).
-    if stored == "float32" and plan.device == "cpu" and sys.platform == "linux":
-        return "bfloat16"
-    return stored if stored in ("bfloat16", "float16") else None
-
-
-def _cache_dtype(engine: Planned, plan: Plan) -> str | None:
-    """As the hash has it: ``auto`` and the type that it comes to are not the same to vLLM."""
-    given = engine.flag("--kv-cache-dtype") or "auto"
-    return None if given == "auto" and plan.config.get("quantization_config") else given
-
-
-def _block_size(engine: Planned, plan: Plan) -> int | None:
-    """Tokens a block, or None when only vLLM can tell."""
-    if _is_mla(plan.config) or _has_state(plan.config):
-        return None
-    given = engine.flag("--block-size")
-    if given is None:
-        return CPU_BLOCK if plan.device == "cpu" else None
-    return _whole(given)
-
-
-def _length(engine: Planned, plan: Plan) -> int | None:
-    """Tokens of prompt and answer together, or None when only vLLM can tell."""
-    given = engine.flag("--max-model-len")
-    if given is None:
-        own = plan.config.get("max_position_embeddings")
-        rope = plan.config.get("rope_scaling") or plan.config.get("rope_parameters") or {}
-        kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, dict) else "?"
-        plain = kind == "default" and engine.flag("--hf-overrides") is None
-        return own if isinstance(own, int) and plain else None
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgKMG]?)", given.strip())
-    return int(float(match[1]) * _MULTIPLES.get(match[2], 1)) if match else None
-
-
-def _tensor_parallel(engine: Planned) -> int:
-    return _whole(engine.flag("--tensor-parallel-size", "-tp")) or 1
-
-
-def _whole(text: str | None) -> int | None:
-    return int(text) if text is not None and text.isdigit() and int(text) else None
-
-
-def _is_mla(config: Mapping[str, Any]) -> bool:
-    return _text_config(config).get("kv_lora_rank") is not None
-
-
-def _has_state(config: Mapping[str, Any]) -> bool:
-    """Layers that keep a state and not a cache: their pages decide on the block size."""
-    kinds = _text_config(config).get("layer_types") or ()
-    return any("attention" not in str(kind) or "linear" in str(kind) for kind in kinds)
-
-
-def _is_hybrid(config: Mapping[str, Any]) -> bool:
-    """Layers that look at a window, or keep a state, so that vLLM groups their caches."""
-    text = _text_config(config)
-    kinds = set(text.get("layer_types") or ())
-    windowed = bool(text.get("sliding_window")) and text.get("use_sliding_window") is not False
-    return len(kinds) > 1 or (windowed and not kinds)
-
-
-def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    inner = config.get("text_config")
-    return inner if isinstance(inner, dict) else config
