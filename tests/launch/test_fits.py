@@ -80,6 +80,7 @@ def test_engines_alike_fit() -> None:
             "--pipeline-parallel-size 2",
             "--pipeline-parallel-size is 2 on D0: a decode server takes KV in only with 1",
         ),
+        ("--enforce-eager -pp 2", "", "--pipeline-parallel-size is 2 on P0, which on CPU its first request would kill"),
         ("", "-pp 2", "--pipeline-parallel-size is 2 on D0"),
         ("--served-model-name a", "--served-model-name b", "D0 serves the model as 'b' and P0 as a"),
         ("--served-model-name a b", "--served-model-name a c", "D0 serves the model as 'c' and P0 as a, b"),

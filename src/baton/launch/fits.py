@@ -171,7 +171,11 @@ def write_mode_is_one_way(plan: Plan) -> Iterator[Problem]:
 
 
 def pipelines(plan: Plan) -> Iterator[Problem]:
-    """vllm 0.32, nixl/base_worker.py: no decode server in a pipeline, and no hybrid cache in one that is read from."""
+    """vllm 0.32, nixl/base_worker.py: no decode server in a pipeline, and no hybrid cache in one that is read from.
+
+    On CPU, without compilation, the first request kills any engine in a pipeline: the buffers of its second stage are
+    made by a trial run that is left out there (v1/worker/cpu_model_runner.py, gpu_model_runner.py; measured).
+    """
     for engine in plan.engines:
         stages = whole(engine.flag("--pipeline-parallel-size", "-pp")) or 1
         if stages == 1:
@@ -180,6 +184,12 @@ def pipelines(plan: Plan) -> Iterator[Problem]:
             yield _words(
                 f"--pipeline-parallel-size is {stages} on {engine.id}: a decode server takes KV in only with 1; use "
                 "--tensor-parallel-size there"
+            )
+            return
+        if plan.device == "cpu" and engine.has("--enforce-eager"):
+            yield _words(
+                f"--pipeline-parallel-size is {stages} on {engine.id}, which on CPU its first request would kill; use "
+                "--tensor-parallel-size"
             )
             return
         if engine.mode == "read" and is_hybrid(plan.config) and not engine.has(HYBRID_OFF):
