@@ -3,7 +3,7 @@
 Two prefill and two decode servers of a tiny model. Each has answered a request by itself before, so that what is
 measured is the pair's own: two pairs are met by a client first, the two others by the warm-up.
 
-    python bench/handshake.py
+    python bench/handshake.py [--logs DIR]
 """
 
 from __future__ import annotations
@@ -24,10 +24,12 @@ LATER = 5
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.parse_args()
+    parser.add_argument("--logs", metavar="DIR", help="where logs stay (default: they go)")
+    args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="handshake-") as folder:
-        logs = Path(folder)
-        model = tiny.llama(logs / "model")
+        logs = Path(args.logs or folder)
+        logs.mkdir(parents=True, exist_ok=True)
+        model = tiny.llama(Path(folder) / "model")
         engines = (Engine(),) * 2
         with cluster("bench", model, logs, prefill=engines, decode=engines, proxy=("--no-warm-up",)) as fleet:
             for server in (*fleet.prefill, *fleet.decode):

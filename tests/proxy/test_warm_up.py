@@ -266,9 +266,10 @@ async def generation_failed(*_: Any) -> web.StreamResponse:
     ],
 )
 def test_a_pair_that_fails_is_said_and_counted_and_blocks_nobody(
-    place: str, answer: Any, said: str, caplog: pytest.LogCaptureFixture
+    place: str, answer: Any, said: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level(logging.INFO)
+    monkeypatch.setattr(warm_up, "RETRY_SECONDS", 1000.0)
 
     async def test(house: House) -> None:
         (house.prefill if place == "P" else house.decode)[0].answer = answer
@@ -278,6 +279,37 @@ def test_a_pair_that_fails_is_said_and_counted_and_blocks_nobody(
     with_house(test, decode=2)
     assert [each for each in caplog.messages if re.search(said, each)]
     assert any("warmed up: 2 pairs in" in each for each in caplog.messages)
+
+
+def test_a_pair_that_fails_is_tried_again_until_it_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine a handshake can take longer than vLLM waits: better this request fails than a client's."""
+    monkeypatch.setattr(warm_up, "RETRY_SECONDS", 0.01)
+
+    async def fails_twice(engine: FakeEngine, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        return await (refuses(500, "busy") if len(engine.bodies) < 3 else decode_answer)(engine, request, body)
+
+    async def test(house: House) -> None:
+        house.decode[0].answer = fails_twice
+        async with warming(house) as (proxy, state):
+            await until(lambda: len(house.decode[0].bodies) == 3 and not state._running)
+            await asyncio.sleep(0.3)
+            assert len(house.decode[0].bodies) == 3
+            assert proxy.way.metrics.warm_up_failures.family().samples[0].value == 2
+
+    with_house(test)
+
+
+def test_a_pair_that_never_works_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(warm_up, "RETRY_SECONDS", 0.001)
+
+    async def test(house: House) -> None:
+        house.decode[0].answer = refuses(500, "never")
+        async with warming(house) as (_, state):
+            await until(lambda: len(house.decode[0].bodies) == warm_up.TRIES and not state._running)
+            await asyncio.sleep(0.5)
+            assert len(house.decode[0].bodies) == warm_up.TRIES
+
+    with_house(test)
 
 
 def test_an_engine_that_names_no_model_is_said(caplog: pytest.LogCaptureFixture, monkeypatch: Any) -> None:

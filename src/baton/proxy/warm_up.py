@@ -33,6 +33,10 @@ PATH = "/v1/completions"
 STRAGGLER_SECONDS = 10.0
 """How long the first round waits for engines that have not come up, once there is one of each role."""
 SLOW_SECONDS = 5.0
+RETRY_SECONDS = 2.0
+"""Until a pair that failed is tried again, four times longer each time: on a busy machine a handshake can miss vLLM's
+own limit of 5 s (0.32, nixl/base_worker.py), and then the client that comes next would be the one to fail."""
+TRIES = 4
 SHOWN = 200
 """Characters of an engine's refusal that are logged."""
 
@@ -70,8 +74,9 @@ class WarmUp:
         self._way = way
         self._headers = list(headers)
         self._pair_seconds = pair_seconds
-        # Which start of each of the two was tried.
+        # Which start of each of the two was tried; how often it failed, and when it is tried again.
         self._tried: dict[tuple[str, str], tuple[int, int]] = {}
+        self._again: dict[tuple[str, str], tuple[int, float]] = {}
         self._running: dict[asyncio.Task[None], Pair] = {}
         self._round: Round | None = None
         self._ready_since: float | None = None
@@ -124,7 +129,12 @@ class WarmUp:
         await asyncio.gather(*running, return_exceptions=True)
 
     def _is_due(self, pair: Pair) -> bool:
-        return both_usable(pair) and self._tried.get(key(pair)) != starts(pair)
+        if not both_usable(pair):
+            return False
+        if self._tried.get(key(pair)) != starts(pair):
+            return True
+        failures, at = self._again.get(key(pair), (TRIES, 0.0))
+        return failures < TRIES and time.monotonic() >= at
 
     def _on_done(self, task: asyncio.Task[None]) -> None:
         del self._running[task]
@@ -145,12 +155,15 @@ class WarmUp:
             # Whatever an engine answers: health must not wait for a pair for ever.
             logger.exception("a warm-up broke")
             reason = repr(error)
+        failures, _ = self._again.pop(key(pair), (0, 0.0))
+        failures = 0 if self._tried.get(key(pair)) != tried else failures
         self._tried[key(pair)] = tried
         assert self._round is not None
         self._round.tried += 1
         seconds = time.monotonic() - started
         if reason is not None:
             self._round.failed += 1
+            self._again[key(pair)] = failures + 1, time.monotonic() + RETRY_SECONDS * 4**failures
             self._way.metrics.warm_up_failures.inc()
             logger.warning("warm-up of %s to %s failed: %s", prefill.id, decode.id, reason)
         elif seconds > SLOW_SECONDS:
