@@ -99,6 +99,7 @@ class Instance(Endpoint):
         side_channel_port: its first port; one a data-parallel rank.
         cpus: core numbers it may use; empty means all.
         engine_args: `vllm serve` flags beyond Baton's own, as typed.
+        environ: variables for it; they win over the caller's environment.
     """
 
     id: str
@@ -106,6 +107,7 @@ class Instance(Endpoint):
     side_channel_port: Port
     cpus: tuple[int, ...] = ()
     engine_args: tuple[str, ...] = ()
+    environ: dict[str, str] = {}
 
 
 class Cluster(Value):
@@ -118,6 +120,7 @@ class Cluster(Value):
         pull_threshold: tokens below which that computes them instead; None leaves vLLM's default.
         transport: what it travels over.
         proxy_host: where the proxy listens, with *proxy_port*.
+        proxy_flags: more flags of the proxy.
         instances: prefill instances first.
     """
 
@@ -128,6 +131,7 @@ class Cluster(Value):
     transport: Transport = Transport()
     proxy_host: str = "127.0.0.1"
     proxy_port: Port = 8000
+    proxy_flags: tuple[str, ...] = ()
     instances: tuple[Instance, ...]
 
     def of_role(self, role: Role) -> tuple[Instance, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
@@ -10,14 +11,63 @@ import pytest
 
 from tests.e2e import tiny
 from tests.e2e.engines import post
-from tests.e2e.topology import MODEL, Cluster, Engine, check, cluster, prompts, reference
+from tests.e2e.topology import BLOCK, MODEL, Cluster, Engine, check, cluster, eventually, prompts, reference
+
+BLOCK_BYTES = BLOCK * 4 * 2 * 4 * 32 * 4
+"""Tokens x layers x (K and V) x KV heads x head size x bytes."""
+
+
+@dataclass(frozen=True)
+class Warm:
+    """A fleet, and what each decode server had done before anybody asked for anything.
+
+    Attributes:
+        transfers, moved: pulls of KV cache, and their bytes.
+        handshakes: prefill servers that it has met.
+    """
+
+    fleet: Cluster
+    transfers: list[float]
+    moved: list[float]
+    handshakes: list[int]
+
+
+def transfers(fleet: Cluster) -> list[float]:
+    return [decode.metric("vllm:nixl_bytes_transferred_count") for decode in fleet.decode]
+
+
+def handshakes(fleet: Cluster) -> list[int]:
+    """What each decode server's log says of them."""
+    return [decode.log.read_text(errors="replace").count("NIXL compatibility check passed") for decode in fleet.decode]
 
 
 @pytest.fixture(scope="module")
-def fleet(logs: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def warm(logs: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Warm]:
     model = tiny.llama(tmp_path_factory.mktemp("llama"))
     with cluster("fleet", model, logs, prefill=(Engine(),) * 2, decode=(Engine(),) * 2) as made:
-        yield made
+        pulled = eventually(lambda: transfers(made), [2.0, 2.0])
+        moved = [decode.metric("vllm:nixl_bytes_transferred_sum") for decode in made.decode]
+        yield Warm(made, pulled, moved, handshakes(made))
+
+
+@pytest.fixture(scope="module")
+def fleet(warm: Warm) -> Cluster:
+    return warm.fleet
+
+
+def test_every_decode_server_has_met_every_prefill_server_before_the_first_request(warm: Warm) -> None:
+    """And meets nobody anew when requests come, whichever pair serves them."""
+    assert warm.handshakes == [2, 2]
+    assert warm.transfers == [2.0, 2.0]
+    assert min(warm.moved) >= 2 * BLOCK_BYTES
+    for _ in range(5):
+        code, _, _ = post(
+            f"{warm.fleet.proxy.url}/v1/completions", {"model": MODEL, "prompt": "hello", "max_tokens": 2}
+        )
+        assert code == 200
+    assert eventually(lambda: sum(transfers(warm.fleet)), 9.0) == 9.0
+    assert handshakes(warm.fleet) == [2, 2]
+    assert warm.fleet.proxy.metric("baton_warm_up_failures_total") == 0
 
 
 def test_the_text_is_one_servers_whoever_serves_it(fleet: Cluster) -> None:

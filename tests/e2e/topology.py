@@ -6,13 +6,14 @@ import contextlib
 import json
 import random
 import time
+import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.e2e.engines import BATON, Server, post, start
+from tests.e2e.engines import BATON, START_SECONDS, Server, post, start
 from tests.ports import free_ports
 
 BLOCK = 32
@@ -80,10 +81,18 @@ def cluster(
         servers.append(start(f"{name}-proxy", argv, port, logs))
         for server in servers:
             server.wait_healthy()
+        assert eventually(lambda: untried_pairs(servers[-1]), 0, START_SECONDS) == 0
         yield Cluster(servers[: len(prefill)], servers[len(prefill) : -1], servers[-1])
     finally:
         with ThreadPoolExecutor(8) as pool:
             list(pool.map(Server.stop, servers))
+
+
+def untried_pairs(proxy: Server) -> int:
+    """Pairs of engines that the proxy has not warmed up yet; 0 when it does not warm up."""
+    with urllib.request.urlopen(f"{proxy.url}/health", timeout=30) as response:
+        pairs = json.load(response).get("warm_up", {"pairs": 0, "tried": 0})
+    return int(pairs["pairs"] - pairs["tried"])
 
 
 def _free_range(count: int) -> int:

@@ -63,7 +63,8 @@ async def running(*words: str, descriptors: int | None = None) -> AsyncIterator[
     process = await asyncio.create_subprocess_exec(
         *limit,
         *(sys.executable, "-m", "baton.cli", "proxy", "--prefiller-ports", ports[0], "--decoder-ports", ports[1]),
-        *words,
+        # What engines get is counted here; later words win.
+        *("--no-warm-up", *words),
         stdout=asyncio.subprocess.PIPE,
     )
     try:
@@ -114,6 +115,20 @@ async def takes_connections(url: str) -> bool:
 
 def total(metrics: str) -> float:
     return sum(float(line.split()[-1]) for line in metrics.splitlines() if line.startswith("baton_requests_total"))
+
+
+def test_the_first_of_several_workers_warms_up_for_all_of_them() -> None:
+    async def test(proxy: Running) -> None:
+        async with asyncio.timeout(SECONDS), aiohttp.ClientSession() as client:
+            # A connection each: the kernel spreads them over the workers.
+            good = 0
+            while good < 20:
+                async with client.get(f"{proxy.url}/health", headers={"connection": "close"}) as response:
+                    good = good + 1 if response.status == 200 else 0
+        assert [len(proxy.prefill.bodies), len(proxy.decode.bodies)] == [1, 1]
+        assert len(proxy.workers()) == 3
+
+    with_proxy(test, "--port", str(free_port()), "--workers", "3", "--warm-up")
 
 
 def test_workers_share_a_port_and_their_counts_add_up() -> None:

@@ -39,7 +39,7 @@ def run(words: Sequence[str]) -> int:
             cpus=args.cpus,
             available_cpus=available_cpus(),
             nixl_nap_us=args.nixl_nap_us,
-            transfer_mode=TransferMode(args.transfer_mode),
+            transfer_mode=TransferMode(args.transfer_mode or "read"),
             bidirectional=bidirectional_asked(args.bidirectional_kv, os.environ),
             pull_threshold=args.remote_pull_threshold,
             transport=transport_of(args),

@@ -52,7 +52,6 @@ def add_transfer_flags(parser: argparse.ArgumentParser) -> None:
     """The flags that say how KV caches travel, the same for one engine and for a whole cluster."""
     parser.add_argument(
         "--transfer-mode",
-        default="read",
         choices=[str(mode) for mode in TransferMode],
         help="who moves the KV cache: in read mode the decode server pulls, in write mode the prefill server pushes "
         "(default: read)",

@@ -36,9 +36,14 @@ OTLP = "http://127.0.0.1:4318/v1/traces"
 
 def run(words: Sequence[str]) -> int:
     args = _parser().parse_all(words)
+    filed: dict[Role, tuple[Endpoint, ...]] = {}
+    if args.cluster is not None:
+        filed, flags = read_cluster(args.cluster)
+        # Words that come later win.
+        args = _parser().parse_all([*flags, *words])
     endpoints = (
-        *pair(Role.PREFILL, args.prefiller_hosts, args.prefiller_ports, args.prefill),
-        *pair(Role.DECODE, args.decoder_hosts, args.decoder_ports, args.decode),
+        *pair(Role.PREFILL, args.prefiller_hosts, args.prefiller_ports, args.prefill, filed.get(Role.PREFILL, ())),
+        *pair(Role.DECODE, args.decoder_hosts, args.decoder_ports, args.decode, filed.get(Role.DECODE, ())),
     )
     check_distinct(endpoints, args.host, args.port)
     allow_descriptors()
@@ -66,6 +71,27 @@ def run(words: Sequence[str]) -> int:
             f"cannot listen on {where(args)}: {error.strerror or error}; stop what has it or choose another --port"
         ) from error
     return 0
+
+
+def read_cluster(path: str) -> tuple[dict[Role, tuple[Endpoint, ...]], list[str]]:
+    """The engines that a cluster file names, and what it says of the proxy, as words of the command line.
+
+    Raises:
+        Failure: the file is no good.
+    """
+    # Only here: a proxy that needs no file must not pay for the launcher.
+    from baton.launch import ClusterFileError, LaunchError, file_endpoints, read_cluster_file
+
+    try:
+        file = read_cluster_file(Path(path).expanduser())
+        endpoints = {role: file_endpoints(file, role) for role in Role}
+    except ClusterFileError as error:
+        raise Failure(str(error), 2, error.others) from error
+    except LaunchError as error:
+        raise Failure(f"{path}: {error}", 2) from error
+    given = (("--host", file.proxy.host), ("--port", file.proxy.port))
+    words = [word for name, value in given if value is not None for word in (name, str(value))]
+    return endpoints, [*words, *file.proxy.flags]
 
 
 def where(args: argparse.Namespace) -> str:
@@ -110,6 +136,8 @@ def settings_of(args: argparse.Namespace, endpoints: tuple[Endpoint, ...]) -> Pr
         request_id_headers=tuple(args.request_id_headers),
         name_instances=not args.hide_instances,
         access_log=args.access_log,
+        warm_up=args.warm_up,
+        warm_up_seconds=args.warm_up_timeout_secs,
         otlp_endpoint=traces_url(args.otlp_traces_endpoint or OTLP) if args.enable_trace else None,
         turns=turns,
         turn_ttl_seconds=args.turn_ttl_seconds,
@@ -239,7 +267,8 @@ def _parser() -> Parser:
             "  baton proxy --port 8000 --prefiller-ports 8100 --decoder-ports 8200\n"
             "  baton proxy --prefiller-hosts 10.0.1.10 10.0.1.11 --prefiller-ports 8100 --decoder-hosts 10.0.1.20 "
             "--decoder-ports 8200 8201\n"
-            "  baton proxy --prefill http://10.0.1.10:8100 --decode http://10.0.1.20:8200 --api-key-file keys.txt"
+            "  baton proxy --prefill http://10.0.1.10:8100 --decode http://10.0.1.20:8200 --api-key-file keys.txt\n"
+            "  baton proxy --cluster examples/2p3d.yaml"
         ),
     )
     _engines(parser)
@@ -253,6 +282,11 @@ def _parser() -> Parser:
 
 def _engines(parser: Parser) -> None:
     group = parser.add_argument_group("engines")
+    group.add_argument(
+        "--cluster",
+        metavar="FILE",
+        help="the engines and the proxy's own flags, in YAML or JSON, as for baton up; flags win over it",
+    )
     for role, spelling in ((Role.PREFILL, "prefiller"), (Role.DECODE, "decoder")):
         group.add_argument(
             f"--{spelling}-hosts",
@@ -294,6 +328,16 @@ def _engines(parser: Parser) -> None:
         default=2.0,
         metavar="S",
         help="between two rounds of health questions (default: 2)",
+    )
+    group.add_argument(
+        "--warm-up",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="one small hand-off for each pair before /health is good, so that no request waits for a handshake "
+        "(default: --warm-up)",
+    )
+    group.add_argument(
+        "--warm-up-timeout-secs", type=seconds, default=30.0, metavar="S", help="limit for one pair (default: 30)"
     )
     group.add_argument("--engine-ca-file", metavar="PEM", help="who vouches for engines at https URLs")
 
@@ -445,8 +489,14 @@ def _watching(parser: Parser) -> None:
     group.add_argument("--otlp-traces-endpoint", metavar="URL", help=f"where to, by OTLP over HTTP (default: {OTLP})")
 
 
-def pair(role: Role, hosts: list[str] | None, ports: list[int] | None, urls: list[str]) -> list[Endpoint]:
-    """Endpoints from lists paired by position, then from URLs.
+def pair(
+    role: Role,
+    hosts: list[str] | None,
+    ports: list[int] | None,
+    urls: list[str],
+    filed: Sequence[Endpoint] = (),
+) -> list[Endpoint]:
+    """Endpoints from lists paired by position, then from URLs; without any, those of a cluster file.
 
     Raises:
         Failure: the lists don't pair, or a URL isn't one.
@@ -454,6 +504,8 @@ def pair(role: Role, hosts: list[str] | None, ports: list[int] | None, urls: lis
     from_urls = [_from_url(role, url) for url in urls]
     if hosts is None and ports is None and urls:
         return from_urls
+    if hosts is None and ports is None and filed:
+        return list(filed)
     hosts = hosts or ["127.0.0.1"]
     ports = ports or [8100 if role is Role.PREFILL else 8200]
     if len(hosts) == 1:

@@ -18,9 +18,12 @@ from baton.cli.transport import add_transport, transport_of
 from baton.cluster import Cluster, Role, TransferMode
 from baton.launch import (
     ChildDied,
+    ClusterFileError,
     Command,
+    Flags,
     LaunchError,
     PlanRequest,
+    RoleFlags,
     StartTimeout,
     Supervisor,
     TryoutFailed,
@@ -33,10 +36,14 @@ from baton.launch import (
     default_logs,
     installed_engine,
     plan,
+    plan_file,
+    read_cluster_file,
     start_cluster,
     url_of,
 )
 from baton.models import EMBEDDED, ModelError, ResolvedModel, resolve
+
+DEFAULT_MODEL = next(iter(EMBEDDED))
 
 
 def run(words: Sequence[str]) -> int:
@@ -44,30 +51,12 @@ def run(words: Sequence[str]) -> int:
     args = _parser().parse_all(words)
     common = (*_quoted(args.engine_args, "--engine-args"), *dashed(engine_args))
     try:
-        cluster = plan(
-            PlanRequest(
-                model=args.model,
-                prefill=args.prefill,
-                decode=args.decode,
-                host=args.host,
-                proxy_port=args.port,
-                prefill_port=args.prefill_port,
-                decode_port=args.decode_port,
-                prefill_side_port=args.prefill_side_channel_port,
-                decode_side_port=args.decode_side_channel_port,
-                cpus=available_cpus(),
-                transfer_mode=TransferMode(args.transfer_mode),
-                bidirectional=bidirectional_asked(args.bidirectional_kv, os.environ),
-                pull_threshold=args.remote_pull_threshold,
-                common_args=common,
-                prefill_args=_quoted(args.prefill_args, "--prefill-args"),
-                decode_args=_quoted(args.decode_args, "--decode-args"),
-                transport=transport_of(args),
-            )
-        )
-        model = resolve(args.model, report=lambda line: print(f"{line} ...", file=sys.stderr, flush=True))
+        cluster = _planned(args, common)
+        model = resolve(cluster.model, report=lambda line: print(f"{line} ...", file=sys.stderr, flush=True))
         install = installed_engine()
         commands = cluster_commands(cluster, model, install)
+    except ClusterFileError as error:
+        raise Failure(str(error), 2, error.others) from error
     except LaunchError as error:
         raise Failure(str(error), 2) from error
     except ModelError as error:
@@ -93,6 +82,52 @@ def run(words: Sequence[str]) -> int:
         raise Failure(str(error)) from error
 
 
+def _planned(args: argparse.Namespace, common: tuple[str, ...]) -> Cluster:
+    """What flags and cluster file come to.
+
+    Raises:
+        LaunchError: they don't go together, or the file is no good.
+    """
+    proxy_flags = () if args.warm_up is None else ("--warm-up" if args.warm_up else "--no-warm-up",)
+    prefill_args = _quoted(args.prefill_args, "--prefill-args")
+    decode_args = _quoted(args.decode_args, "--decode-args")
+    travel: dict[str, Any] = {
+        "transfer_mode": None if args.transfer_mode is None else TransferMode(args.transfer_mode),
+        "bidirectional": bidirectional_asked(args.bidirectional_kv, os.environ),
+        "pull_threshold": args.remote_pull_threshold,
+        "transport": transport_of(args),
+    }
+    if args.cluster is not None:
+        file = read_cluster_file(Path(args.cluster).expanduser())
+        roles = {
+            Role.PREFILL: RoleFlags(args.prefill, args.prefill_port, args.prefill_side_channel_port, prefill_args),
+            Role.DECODE: RoleFlags(args.decode, args.decode_port, args.decode_side_channel_port, decode_args),
+        }
+        flags = Flags(args.model, args.host, args.port, common, proxy_flags, roles, **travel)
+        return plan_file(file, flags, available_cpus())
+    given = {
+        "prefill": args.prefill,
+        "decode": args.decode,
+        "host": args.host,
+        "proxy_port": args.port,
+        "prefill_port": args.prefill_port,
+        "decode_port": args.decode_port,
+        "prefill_side_port": args.prefill_side_channel_port,
+        "decode_side_port": args.decode_side_channel_port,
+    }
+    return plan(
+        PlanRequest(
+            model=args.model or DEFAULT_MODEL,
+            cpus=available_cpus(),
+            common_args=common,
+            prefill_args=prefill_args,
+            decode_args=decode_args,
+            proxy_flags=proxy_flags,
+            **{name: value for name, value in (given | travel).items() if value is not None},
+        )
+    )
+
+
 async def _up(
     args: argparse.Namespace, cluster: Cluster, model: ResolvedModel, commands: dict[str, Command], logs: Path
 ) -> int:
@@ -101,7 +136,7 @@ async def _up(
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
-    url = url_of(args.host, args.port, "")
+    url = url_of(cluster.proxy_host, cluster.proxy_port, "")
     print(f"logs: {logs}", flush=True)
     async with Supervisor(logs) as supervisor:
         with Progress(supervisor) as progress:
@@ -165,7 +200,6 @@ def _quoted(text: str, flag: str) -> tuple[str, ...]:
 
 
 def _parser() -> Parser:
-    default = next(iter(EMBEDDED))
     parser = Parser(
         prog="baton up",
         usage="baton up [MODEL] [options] [-- vllm serve's flags for every engine]",
@@ -174,34 +208,35 @@ def _parser() -> Parser:
             "examples:\n"
             "  baton up\n"
             "  baton up --prompt 'Count the number 1, 2, 3'\n"
-            "  baton up ./my-model --decode 2 -- --max-num-seqs 8"
+            "  baton up ./my-model --decode 2 -- --max-num-seqs 8\n"
+            "  baton up --cluster examples/2p3d.yaml"
         ),
     )
     parser.add_argument(
         "model",
         nargs="?",
-        default=default,
         metavar="MODEL",
-        help=f"an embedded model's name, a folder, or a hub id (default: {default})",
+        help=f"an embedded model's name, a folder, or a hub id (default: {DEFAULT_MODEL})",
+    )
+    parser.add_argument(
+        "--cluster", metavar="FILE", help="a cluster in YAML or JSON; flags win over it (docs/reference.md)"
     )
     parser.add_argument("--prompt", metavar="TEXT", help="start, stream the answer to TEXT, and stop")
     parser.add_argument("--max-tokens", type=count, default=32, metavar="N", help="of that answer (default: 32)")
     for role in Role:
-        parser.add_argument(f"--{role}", type=count, default=1, metavar="N", help=f"{role} servers (default: 1)")
-    parser.add_argument("--host", default="127.0.0.1", help="where everything listens (default: 127.0.0.1)")
-    parser.add_argument("--port", type=port_number, default=8000, help="the proxy's (default: 8000)")
+        parser.add_argument(f"--{role}", type=count, metavar="N", help=f"{role} servers (default: 1)")
+    parser.add_argument("--host", help="where everything listens (default: 127.0.0.1)")
+    parser.add_argument("--port", type=port_number, help="the proxy's (default: 8000)")
     for role, api, side in ((Role.PREFILL, 8100, 5559), (Role.DECODE, 8200, 5659)):
         parser.add_argument(
             f"--{role}-port",
             type=port_number,
-            default=api,
             metavar="PORT",
             help=f"API port of the first {role} server; the next takes the next (default: {api})",
         )
         parser.add_argument(
             f"--{role}-side-channel-port",
             type=port_number,
-            default=side,
             metavar="PORT",
             help=f"its side channel (default: {side})",
         )
@@ -214,6 +249,11 @@ def _parser() -> Parser:
     add_transfer_flags(parser)
     parser.add_argument("--engine-args", default="", metavar="FLAGS", help="the same for every engine")
     add_transport(parser)
+    parser.add_argument(
+        "--warm-up",
+        action=argparse.BooleanOptionalAction,
+        help="whether the proxy does one small hand-off for each pair first (default: --warm-up)",
+    )
     parser.add_argument(
         "--start-timeout", type=seconds, default=600.0, metavar="S", help="seconds until all must answer (default: 600)"
     )

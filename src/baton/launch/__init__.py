@@ -1,5 +1,6 @@
 """The launcher's room: ports, devices, commands, checks before the start, and the watch afterwards."""
 
+from baton.launch.cluster_file import ClusterFileError, read_cluster_file
 from baton.launch.cluster_run import cluster_commands, default_logs, start_cluster
 from baton.launch.commands import (
     Command,
@@ -12,20 +13,25 @@ from baton.launch.commands import (
 )
 from baton.launch.devices import EngineInstall, available_cpus, installed_engine, share_cpus
 from baton.launch.errors import LaunchError
+from baton.launch.file_plan import Flags, RoleFlags, file_endpoints, plan_file
 from baton.launch.plan import PlanRequest, plan
-from baton.launch.preflight import Problem, check_cluster, check_engine
+from baton.launch.preflight import check_cluster, check_engine
 from baton.launch.probe import url_of
+from baton.launch.problem import Problem
 from baton.launch.supervisor import ChildDied, StartTimeout, Supervisor
 from baton.launch.tryout import TryoutFailed, ask
 
 __all__ = [
     "ChildDied",
+    "ClusterFileError",
     "Command",
     "EngineInstall",
     "EngineRequest",
+    "Flags",
     "LaunchError",
     "PlanRequest",
     "Problem",
+    "RoleFlags",
     "StartTimeout",
     "Supervisor",
     "TryoutFailed",
@@ -38,10 +44,13 @@ __all__ = [
     "dashed",
     "default_logs",
     "engine_command",
+    "file_endpoints",
     "flag_value",
     "installed_engine",
     "plan",
+    "plan_file",
     "proxy_command",
+    "read_cluster_file",
     "share_cpus",
     "start_cluster",
     "url_of",

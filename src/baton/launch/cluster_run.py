@@ -7,7 +7,9 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from baton.cluster import Cluster, Instance
+import orjson
+
+from baton.cluster import Cluster, Instance, Role
 from baton.launch.commands import Command, EngineRequest, engine_command, proxy_command
 from baton.launch.devices import EngineInstall, available_cpus
 from baton.launch.probe import answers
@@ -22,8 +24,7 @@ def cluster_commands(
 ) -> dict[str, Command]:
     """The command of every process of *cluster*, by name: each instance, then the proxy."""
     commands = {
-        instance.id: engine_command(_request(cluster, instance), model, install, environ)
-        for instance in cluster.instances
+        instance.id: _engine_command(cluster, instance, model, install, environ) for instance in cluster.instances
     }
     return commands | {PROXY: proxy_command(cluster)}
 
@@ -32,10 +33,16 @@ async def start_cluster(supervisor: Supervisor, cluster: Cluster, commands: Mapp
     """Start every process; ready is asked of each one's own health, and of the proxy's last."""
     for instance in cluster.instances:
         await supervisor.start(instance.id, commands[instance.id], answers(instance.host, instance.port, "/health"))
-    # Its health is good only when a server of each role is usable: when it is ready, all are.
-    await supervisor.start(
-        PROXY, commands[PROXY], answers(cluster.proxy_host, cluster.proxy_port, "/health"), "waiting for the engines"
-    )
+    # Its health is good when a server of each role is usable; here all are wanted, and every pair warmed up.
+    good = answers(cluster.proxy_host, cluster.proxy_port, "/health", all_are_usable)
+    await supervisor.start(PROXY, commands[PROXY], good, "waiting for the engines")
+
+
+def all_are_usable(health: bytes) -> bool:
+    """Whether a proxy's health says that it knows no engine that is out, and no pair that was never tried."""
+    value = orjson.loads(health)
+    warm_up = value.get("warm_up", {"tried": 0, "pairs": 0})
+    return warm_up["tried"] == warm_up["pairs"] and all(value[role]["usable"] == value[role]["known"] for role in Role)
 
 
 def default_logs(environ: Mapping[str, str] = os.environ) -> Path:
@@ -43,6 +50,13 @@ def default_logs(environ: Mapping[str, str] = os.environ) -> Path:
     base = environ.get("XDG_STATE_HOME")
     root = Path(base).expanduser() if base else Path.home() / ".local" / "state"
     return root / "baton" / time.strftime("%Y%m%d-%H%M%S")
+
+
+def _engine_command(
+    cluster: Cluster, instance: Instance, model: ResolvedModel, install: EngineInstall, environ: Mapping[str, str]
+) -> Command:
+    command = engine_command(_request(cluster, instance), model, install, {**environ, **instance.environ})
+    return Command({**instance.environ, **command.environ}, command.argv)
 
 
 def _request(cluster: Cluster, instance: Instance) -> EngineRequest:

@@ -146,6 +146,8 @@ def proxy_command(cluster: Cluster) -> Command:
             *(instance.host for instance in decode),
             "--decoder-ports",
             *(str(instance.port) for instance in decode),
+            *(("--turns",) if cluster.bidirectional else ()),
+            *cluster.proxy_flags,
         ),
     )
 

@@ -25,6 +25,7 @@ class PlanRequest:
         transfer_mode, bidirectional, pull_threshold: see :class:`baton.cluster.Cluster`.
         common_args, prefill_args, decode_args: `vllm serve` flags.
         transport: what the KV cache travels over.
+        proxy_flags: more flags of the proxy.
     """
 
     model: str
@@ -44,6 +45,7 @@ class PlanRequest:
     prefill_args: tuple[str, ...] = ()
     decode_args: tuple[str, ...] = ()
     transport: Transport = field(default_factory=Transport)
+    proxy_flags: tuple[str, ...] = ()
 
 
 def plan(request: PlanRequest) -> Cluster:
@@ -70,6 +72,7 @@ def plan(request: PlanRequest) -> Cluster:
         transport=request.transport,
         proxy_host=request.host,
         proxy_port=request.proxy_port,
+        proxy_flags=request.proxy_flags,
         instances=instances,
     )
     port_owners(cluster)
@@ -83,15 +86,20 @@ def port_owners(cluster: Cluster) -> dict[int, str]:
         LaunchError: a port has two owners; the message names both.
     """
     owners: dict[int, str] = {}
-    claims = [(cluster.proxy_port, "the proxy")]
-    for instance in cluster.instances:
-        claims.append((instance.port, f"{instance.id}'s API"))
-        claims.append((instance.side_channel_port, f"{instance.id}'s side channel"))
-    for port, owner in claims:
+    for _, port, owner in port_claims(cluster):
         if port in owners:
             raise LaunchError(f"port {port} is planned for {owners[port]} and for {owner}: move one of them")
         owners[port] = owner
     return owners
+
+
+def port_claims(cluster: Cluster) -> list[tuple[str, int, str]]:
+    """Host, port and owner of everything that will listen."""
+    claims = [(cluster.proxy_host, cluster.proxy_port, "the proxy")]
+    for instance in cluster.instances:
+        claims.append((instance.host, instance.port, f"{instance.id}'s API"))
+        claims.append((instance.side_channel_host, instance.side_channel_port, f"{instance.id}'s side channel"))
+    return claims
 
 
 def _instance(request: PlanRequest, role: Role, index: int, cpus: tuple[int, ...]) -> Instance:

@@ -9,7 +9,6 @@ import os
 import socket
 import struct
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -17,27 +16,16 @@ import psutil
 from baton.cluster import Cluster, Role
 from baton.launch.commands import DEFAULT_KV_CACHE_BYTES, Command, flag_value
 from baton.launch.devices import EngineInstall
+from baton.launch.fits import check_fits
 from baton.launch.heads import block_problem, heads_problem, read_config, sizes_problem, tensor_parallel_size
-from baton.launch.plan import port_owners
+from baton.launch.plan import port_claims
+from baton.launch.problem import Problem
 
 ENGINE_OVERHEAD_BYTES = 1_600_000_000
 """What an engine's three forked processes take beside weights and KV cache (docs/performance.md)."""
 
 _DTYPE_BYTES = {"float32": 4, "float": 4, "bfloat16": 2, "float16": 2, "half": 2}
 _STORED_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
-
-
-@dataclass(frozen=True)
-class Problem:
-    """Something that would make a start fail, with how to mend it.
-
-    Attributes:
-        what: one line.
-        words: whether the words on the command line are at fault (exit code 2) and not the machine (1).
-    """
-
-    what: str
-    words: bool = False
 
 
 def check_engine(
@@ -77,8 +65,8 @@ def check_cluster(
     problems = check_install(install)
     problems += check_shape(commands, install, local_model=local_model)
     problems += check_roles(cluster, commands)
-    owners = port_owners(cluster)
-    problems += check_ports([(cluster.proxy_host, port, owner) for port, owner in owners.items()])
+    problems += check_fits(cluster, commands, install.device)
+    problems += check_ports(port_claims(cluster))
     if install.device == "cpu" and local_model:
         problems += check_memory(commands, environ)
     return problems

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -16,15 +18,15 @@ def url_of(host: str, port: int, path: str) -> str:
     return f"http://[{host}]:{port}{path}" if ":" in host else f"http://{host}:{port}{path}"
 
 
-def answers(host: str, port: int, path: str) -> Probe:
-    """A probe: whether GET *path* answers 200 within two seconds."""
+def answers(host: str, port: int, path: str, good: Callable[[bytes], bool] = lambda _: True) -> Probe:
+    """A probe: whether GET *path* answers 200 within two seconds, with a body that is *good*."""
     url = url_of(host, port, path)
 
     async def probe() -> bool:
         try:
             timeout = aiohttp.ClientTimeout(total=PROBE_SECONDS)
             async with aiohttp.ClientSession(timeout=timeout) as session, session.get(url) as response:
-                return response.status == 200
+                return response.status == 200 and good(await response.read())
         except (aiohttp.ClientError, TimeoutError, OSError):
             return False
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, Protocol
 
 import orjson
 
@@ -38,20 +38,37 @@ _POSTED = (
 Route = Callable[[Request], Awaitable[Answer]]
 
 
-def routes(way: Way, carried: Callable[[Request], list[Header]], peers: Peers) -> dict[str, dict[str, Route]]:
+class Warmth(Protocol):
+    """The warm-up of pairs, as health sees it (see :mod:`baton.proxy.warm_up`)."""
+
+    async def ready(self) -> bool: ...
+
+    def counts(self) -> dict[str, int] | None: ...
+
+
+def routes(
+    way: Way, carried: Callable[[Request], list[Header]], peers: Peers, warmth: Warmth | None = None
+) -> dict[str, dict[str, Route]]:
     """Every route that does not generate: path, method, what answers.
 
     Args:
         carried: what an engine is told of a request besides its body.
         peers: the other workers of this proxy, whose counts are added.
+        warmth: the warm-up that health waits for; None for none.
     """
     # Any engine will do; decode servers have the same model and are spared the long prompts.
     turn = RoundRobin()
 
     async def health(_: Request) -> Answer:
-        """200 only when a prefill and a decode server are usable."""
-        ready = way.fleet.ready()
-        return _json(200 if ready else 503, {"status": "ok" if ready else "unavailable", **counts(way)})
+        """200 only when a prefill and a decode server are usable and all pairs were warmed up once."""
+        body = counts(way)
+        if warmth is not None and (pairs := warmth.counts()) is not None:
+            body["warm_up"] = pairs
+        if not way.fleet.ready():
+            return _json(503, {"status": "unavailable", **body})
+        if warmth is not None and not await warmth.ready():
+            return _json(503, {"status": "warming up", **body})
+        return _json(200, {"status": "ok", **body})
 
     async def healthcheck(_: Request) -> Answer:
         """The reference proxy's: the proxy lives, and how many instances it knows."""

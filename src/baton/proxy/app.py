@@ -39,6 +39,7 @@ from baton.proxy.samples import parts
 from baton.proxy.tracing import Tracer
 from baton.proxy.turns import MOST_TURNS, TTL_SECONDS, TurnStore
 from baton.proxy.upstream import Answer, Upstream
+from baton.proxy.warm_up import FirstWorkers, WarmUp
 from baton.proxy.workers import Alive, Peers, Worker, Workers, watch_parent
 
 logger = logging.getLogger("baton.proxy")
@@ -87,6 +88,9 @@ class ProxySettings:
         reuse_port: whether others may listen on the same port: workers of one proxy do.
         worker_socket: a Unix socket on which this worker tells the others what it counts; None for a proxy of one.
         other_workers: theirs.
+        first_worker: the one of them that warms up for all; None when this one does.
+        warm_up: whether each pair does one small hand-off before health is good.
+        warm_up_seconds: limit for one pair.
     """
 
     host: str
@@ -121,6 +125,9 @@ class ProxySettings:
     reuse_port: bool = False
     worker_socket: str | None = None
     other_workers: tuple[str, ...] = ()
+    first_worker: str | None = None
+    warm_up: bool = False
+    warm_up_seconds: float = 30.0
 
 
 class Proxy:
@@ -153,13 +160,14 @@ class Proxy:
             tracer,
         )
         self._peers = Peers(settings.other_workers)
-        self._routes = routes(self.way, self.carried, self._peers)
+        self._engine_key = settings.engine_api_key.encode() if settings.engine_api_key else None
+        self._warm_up = self._warming() if settings.warm_up else None
+        self._routes = routes(self.way, self.carried, self._peers, self._warm_up)
         # What this worker alone counts, for the others.
-        self._own_routes = routes(self.way, self.carried, Peers(()))
+        self._own_routes = routes(self.way, self.carried, Peers(()), self._warm_up)
         self._keys = Keys(settings.api_keys)
         self._admin_keys = Keys([settings.admin_key]) if settings.admin_key else self._keys
         self._origins = Origins(settings.cors_origins)
-        self._engine_key = settings.engine_api_key.encode() if settings.engine_api_key else None
         self._id_headers = tuple(name.lower().encode() for name in settings.request_id_headers)
         self._beats = None if settings.keep_alive_seconds is None else Beats(settings.keep_alive_seconds)
         self._access_log = AccessLog(settings.access_log) if settings.access_log else None
@@ -186,12 +194,23 @@ class Proxy:
             )
         work = (self._probe_forever(), self.way.upstream.sweep_forever(), self._flush_forever())
         self._background = [asyncio.create_task(each) for each in work]
+        if self._warm_up is not None:
+            self._warm_up.look()
         return addresses
+
+    def _warming(self) -> WarmUp | FirstWorkers:
+        settings = self.settings
+        if settings.first_worker is not None:
+            return FirstWorkers(settings.first_worker)
+        nobody = Request("POST", b"/", [], http_1_0=False, keep_alive=True)
+        return WarmUp(self.way, carried(nobody, self._engine_key, own_keys=True), settings.warm_up_seconds)
 
     async def stop(self, grace_seconds: float) -> None:
         """Take no more requests, finish what is open for *grace_seconds*, then cut the rest."""
         for task in self._background:
             task.cancel()
+        if self._warm_up is not None:
+            await self._warm_up.close()
         await self._server.close(grace_seconds)
         await self._to_workers.close()
         self._peers.close()
@@ -366,6 +385,8 @@ class Proxy:
             interval = self.settings.probe_interval_seconds
             await asyncio.sleep(min(interval, RETRY_SECONDS) if out else interval)
             await self.way.upstream.probe(self.fleet)
+            if self._warm_up is not None:
+                self._warm_up.look()
 
     async def _flush_forever(self) -> None:
         while self._access_log is not None:
@@ -488,6 +509,7 @@ def serve_workers(
             reuse_port=True,
             worker_socket=worker.socket,
             other_workers=worker.others,
+            first_worker=worker.first,
             # Each lets its share in.
             max_requests=None if settings.max_requests is None else -(-settings.max_requests // count),
             queue_size=-(-settings.queue_size // count),

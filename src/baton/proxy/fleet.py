@@ -31,6 +31,7 @@ class ProxyInstance:
         usable: whether it answered last time it was asked or used.
         in_flight: requests on it now.
         outages: how often it went out.
+        came_up: how often it became usable: another start has other connections.
         named: the header by which an answer names it.
     """
 
@@ -40,6 +41,7 @@ class ProxyInstance:
     usable: bool = False
     in_flight: int = 0
     outages: int = 0
+    came_up: int = 0
     named: Header = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -52,6 +54,7 @@ class ProxyInstance:
             )
             if not usable:
                 self.outages += 1
+            self.came_up += usable
         self.usable = usable
 
 

@@ -102,6 +102,7 @@ class Metrics(Collector):
         )
         self.handed_off = Count("baton_handed_off", "Tickets that a decode server accepted")
         self.stream_errors = Count("baton_stream_errors", "Streams that broke after their head")
+        self.warm_up_failures = Count("baton_warm_up_failures", "Pairs whose warm-up hand-off failed")
 
     def request(self, endpoint: str, status: int, seconds: float) -> None:
         """Count one answered request."""
@@ -137,6 +138,7 @@ class Metrics(Collector):
             self.without_ticket,
             self.handed_off,
             self.stream_errors,
+            self.warm_up_failures,
         ):
             yield count.family()
         for name, documentation, seconds in (

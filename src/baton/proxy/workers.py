@@ -89,6 +89,7 @@ class Worker:
         port: which all share.
         socket: the path on which it tells the others what it counts.
         others: theirs.
+        first: the path of the first one, which does what is to be done once; None in that one itself.
         alive: can be read from when the process that started the workers is gone.
         ready: to be called when it listens.
     """
@@ -96,6 +97,7 @@ class Worker:
     port: int
     socket: str
     others: tuple[str, ...]
+    first: str | None
     alive: Alive
     ready: Callable[[], None]
 
@@ -176,7 +178,8 @@ class Workers:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         path, others = self._paths[number], tuple(each for each in self._paths if each != self._paths[number])
         Path(path).unlink(missing_ok=True)
-        self._work(Worker(self._port, path, others, self._alive_read, lambda: ready.send_bytes(b"ready")))
+        first = self._paths[0] if number else None
+        self._work(Worker(self._port, path, others, first, self._alive_read, lambda: ready.send_bytes(b"ready")))
 
     def _watch(self) -> None:
         """Until all have stopped."""
