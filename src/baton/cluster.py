@@ -29,9 +29,10 @@ class Role(enum.StrEnum):
 
 
 class TransferMode(enum.StrEnum):
-    """Who moves the KV cache: in read mode the decode server pulls it."""
+    """Who moves the KV cache: in read mode the decode server pulls it, in write mode the prefill server pushes it."""
 
     READ = "read"
+    WRITE = "write"
 
 
 Port = Annotated[int, Field(ge=1, le=65535)]

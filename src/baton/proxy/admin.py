@@ -49,9 +49,13 @@ def routes(way: Way, carried: Callable[[Request], list[Header]], peers: Peers) -
     turn = RoundRobin()
 
     async def health(_: Request) -> Answer:
-        """200 only when a prefill and a decode server are usable."""
-        ready = way.fleet.ready()
-        return _json(200 if ready else 503, {"status": "ok" if ready else "unavailable", **counts(way)})
+        """200 only when a prefill and a decode server are usable, and can hand over to each other."""
+        fleet = way.fleet
+        ready = fleet.ready()
+        said = {"status": "ok" if ready else "unavailable", **counts(way), "transfer_mode": fleet.mode}
+        if fleet.conflict is not None:
+            said["reason"] = fleet.conflict
+        return _json(200 if ready else 503, said)
 
     async def healthcheck(_: Request) -> Answer:
         """The reference proxy's: the proxy lives, and how many instances it knows."""
@@ -75,6 +79,8 @@ def routes(way: Way, carried: Callable[[Request], list[Header]], peers: Peers) -
                 "url": each.endpoint.url,
                 "usable": each.usable,
                 "in_flight": each.in_flight,
+                "transfer_mode": each.info.transfer_mode if each.info is not None else None,
+                "engine_id": each.info.engine_id if each.info is not None else None,
             }
             for each in way.fleet
         ]
@@ -82,7 +88,10 @@ def routes(way: Way, carried: Callable[[Request], list[Header]], peers: Peers) -
             for row, same in zip(rows, orjson.loads(other)["instances"], strict=True):
                 row["in_flight"] += same["in_flight"]
                 row["usable"] &= same["usable"]
-        return _json(200, {"instances": rows})
+        said: dict[str, Any] = {"instances": rows, "transfer_mode": way.fleet.mode}
+        if way.fleet.conflict is not None:
+            said["conflict"] = way.fleet.conflict
+        return _json(200, said)
 
     async def pass_get(request: Request) -> Answer:
         instance = turn.pick(way.fleet.usable(Role.DECODE))

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-
-from baton.proxy.journey import Deliver, Journey, Way, choose, decode, prefill
-
-logger = logging.getLogger("baton.proxy")
+from baton.proxy.journey import Deliver, Journey, Way, choose, decode, note_without_ticket, prefill
 
 
 async def run_read(journey: Journey, way: Way, deliver: Deliver) -> None:
@@ -23,13 +19,7 @@ async def run_read(journey: Journey, way: Way, deliver: Deliver) -> None:
     # prefill
     prefilled = await prefill(journey, way)
     if prefilled.ticket is None:
-        assert journey.prefill is not None
-        way.metrics.without_ticket.inc()
-        logger.warning(
-            "%s gave no ticket for %s: the decode server computes the prompt itself",
-            journey.prefill.id,
-            journey.request_id.decode(),
-        )
+        note_without_ticket(journey, way)
 
     # hand off and decode
     await decode(journey, way, prefilled, deliver)
