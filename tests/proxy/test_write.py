@@ -32,7 +32,8 @@ def pushing(test: Callable[[House, Pushing], Awaitable[None]], **options: Any) -
 
     async def go(made: House) -> None:
         asyncio.get_running_loop().set_exception_handler(lambda _, context: unseen.append(context))
-        await test(made, push)
+        async with asyncio.timeout(30):
+            await test(made, push)
         await until(lambda: all(instance.in_flight == 0 for instance in made.proxy.fleet))
         # what runs: this, the proxy, the fakes; no leg of a request
         names = [task.get_coro().__qualname__ for task in asyncio.all_tasks()]  # type: ignore[union-attr]
@@ -386,6 +387,30 @@ def test_a_client_that_leaves_closes_both_legs(phase: str, streamed: bool) -> No
         assert push.fabric.registered == {}
 
     pushing(test)
+
+
+def test_a_decode_server_that_is_still_being_called_hears_of_a_request_whose_prefill_is_done() -> None:
+    async def test(made: House, push: Pushing) -> None:
+        pool = made.proxy.way.upstream._pools["D0"]
+        free, connect, waiting = asyncio.Event(), pool.connect, []
+
+        async def slow() -> Any:
+            waiting.append(1)
+            await free.wait()
+            return await connect()
+
+        pool.sweep()
+        pool.connect = slow  # type: ignore[method-assign]
+        pool.take = lambda: None  # type: ignore[method-assign]
+        opening = asyncio.ensure_future(made.post({"prompt": "a"}).__aenter__())
+        await until(lambda: push.fabric.finished.total() == 1 and made.proxy.fleet.pools[P][0].in_flight == 0)
+        opening.cancel()
+        # the proxy calls again for nobody: that server alone can have the blocks freed
+        await until(lambda: len(waiting) == 2)
+        free.set()
+        await until(lambda: push.fabric.clean)
+
+    pushing(test, probe_interval_seconds=600.0)
 
 
 def test_a_prefill_server_that_has_restarted_is_waited_for_under_its_new_name() -> None:

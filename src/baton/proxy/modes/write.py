@@ -99,7 +99,7 @@ async def run_both(
         await asyncio.wait((prefilling, decoding), return_when=asyncio.FIRST_COMPLETED)
         failure = first_failure(prefilling, decoding)
         if failure is not None:
-            if isinstance(failure, EngineRefusal) and not of_client(failure):
+            if decoding.done() and isinstance(failure, EngineRefusal) and not of_client(failure):
                 # That is how a decode server says that the engine it was sent to is no more.
                 journey.prefill.doubt()
             raise failure
