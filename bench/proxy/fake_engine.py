@@ -34,6 +34,7 @@ def event(data: bytes) -> bytes:
 
 
 HEALTH = whole(b"{}")
+UNKNOWN = b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n"
 ANSWER = whole(
     json.dumps(
         {
@@ -96,7 +97,7 @@ class FakeEngine(asyncio.Protocol):
 
     def answer(self, head: bytes, body: bytes) -> bytes:
         if not head.startswith(b"post"):
-            return HEALTH
+            return UNKNOWN if head.startswith(b"get /baton/") else HEALTH
         if self.role == "prefill":
             number = next(self.numbers)
             return whole(

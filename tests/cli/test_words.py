@@ -57,6 +57,7 @@ def call(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
         (["proxy", "--port", "8100"], "127.0.0.1:8100 is this proxy's own address"),
         (["proxy", "--prefill", "ftp://x"], "--prefill 'ftp://x' is not a URL"),
         (["proxy", "--policy", "best"], "invalid choice: 'best'"),
+        (["proxy", "--transfer-mode", "push"], "invalid choice: 'push' (choose from 'auto', 'read', 'write')"),
         (["proxy", "--api-key-file", "/nowhere"], "--api-key-file /nowhere: No such file or directory"),
         (["proxy", "--api-key-file", "/dev/null"], "there is no key in /dev/null"),
         (["proxy", "--ssl-keyfile", "x"], "--ssl-keyfile needs --ssl-certfile"),

@@ -53,7 +53,10 @@ class Ledger:
 
 @dataclass
 class FakeEngine:
-    """One fake engine. ``answer`` replaces what it does; ``gone`` counts clients that left early."""
+    """One fake engine. ``answer`` replaces what it does; ``gone`` counts clients that left early.
+
+    ``about`` is what it says of itself at ``/baton/engine``; None for a stock engine, which doesn't know the question.
+    """
 
     role: Role
     ledger: Ledger = field(default_factory=Ledger)
@@ -63,6 +66,8 @@ class FakeEngine:
     headers: list[dict[str, str]] = field(default_factory=list)
     paths: list[str] = field(default_factory=list)
     gone: int = 0
+    about: dict[str, Any] | None = None
+    asked: int = 0
     server: TestServer | None = None
 
     @property
@@ -81,11 +86,16 @@ class FakeEngine:
             app.router.add_post(path, self._echo)
         app.router.add_get("/health", self._ok)
         app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/baton/engine", self._about)
         self.server = TestServer(app, port=port or None)
         await self.server.start_server()
 
     async def _ok(self, _: web.Request) -> web.Response:
         return web.Response()
+
+    async def _about(self, _: web.Request) -> web.Response:
+        self.asked += 1
+        return web.Response(status=404) if self.about is None else web.json_response(self.about)
 
     async def _models(self, request: web.Request) -> web.Response:
         self._note(request)
@@ -190,8 +200,16 @@ class House:
 
 
 @contextlib.asynccontextmanager
-async def house(prefill: int = 1, decode: int = 1, **settings: Any) -> AsyncIterator[House]:
-    """A running house; in the end nothing that was handed over may have been taken twice or out of thin air."""
+async def house(
+    prefill: int = 1,
+    decode: int = 1,
+    prepare: Callable[[list[FakeEngine]], None] = lambda _: None,
+    **settings: Any,
+) -> AsyncIterator[House]:
+    """A running house; in the end nothing that was handed over may have been taken twice or out of thin air.
+
+    *prepare* sees the engines before the proxy does.
+    """
     ledger = Ledger()
     roles = [Role.PREFILL] * prefill + [Role.DECODE] * decode
     engines = [FakeEngine(role, ledger) for role in roles]
@@ -200,6 +218,7 @@ async def house(prefill: int = 1, decode: int = 1, **settings: Any) -> AsyncIter
             await engine.start()
             assert engine.server is not None
             stack.push_async_callback(engine.server.close)
+        prepare(engines)
         options = {"host": "127.0.0.1", "port": 0, **settings}
         proxy = Proxy(ProxySettings(endpoints=tuple(each.endpoint for each in engines), **options))
         addresses = await proxy.start()

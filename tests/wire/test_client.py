@@ -453,3 +453,32 @@ def test_a_paused_response_reads_no_more_until_resumed() -> None:
             assert got == 1000 * 65536
 
     asyncio.run(test())
+
+
+def test_who_watches_a_response_hears_that_it_broke_without_reading_it() -> None:
+    async def go() -> None:
+        async with scripted(once(b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nabc")) as (pool, _):
+            heard: list[Exception] = []
+            with pytest.raises(Broken):
+                async with pool.request(b"GET", b"/", ()) as response:
+                    response.watch(heard.append)
+                    await until(lambda: len(heard) == 1)
+                    # and who comes too late hears it, too
+                    response.watch(heard.append)
+                    assert len(heard) == 2
+                    await response.read()
+
+    asyncio.run(go())
+
+
+def test_who_watches_a_response_hears_nothing_when_it_is_whole() -> None:
+    async def go() -> None:
+        async with scripted(answering(b"HTTP/1.1 200 OK\r\ncontent-length: 3\r\n\r\nabc")) as (pool, _):
+            heard: list[Exception] = []
+            for _ in range(2):
+                async with pool.request(b"GET", b"/", ()) as response:
+                    response.watch(heard.append)
+                    assert await response.read() == b"abc"
+            assert heard == []
+
+    asyncio.run(go())

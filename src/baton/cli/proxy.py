@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from pydantic import ValidationError
 
 from baton.cli.parser import Failure, Parser, count, count_or_zero, port_number, seconds
-from baton.cluster import Endpoint, Role
+from baton.cluster import Endpoint, Role, TransferMode
 from baton.http import Limits
 from baton.proxy import (
     MOST_TURNS,
@@ -118,6 +118,7 @@ def settings_of(args: argparse.Namespace, endpoints: tuple[Endpoint, ...]) -> Pr
         policy=args.policy,
         prefill_policy=args.prefill_policy,
         decode_policy=args.decode_policy,
+        transfer_mode=None if args.transfer_mode == "auto" else TransferMode(args.transfer_mode),
         request_timeout_seconds=args.request_timeout_secs,
         probe_interval_seconds=args.health_check_interval_secs,
         shutdown_seconds=args.shutdown_grace_period_secs,
@@ -316,6 +317,13 @@ def _engines(parser: Parser) -> None:
     )
     group.add_argument("--prefill-policy", choices=names, help="the same among prefill servers only")
     group.add_argument("--decode-policy", choices=names, help="the same among decode servers only")
+    group.add_argument(
+        "--transfer-mode",
+        default="auto",
+        choices=["auto", *map(str, TransferMode)],
+        help="what the engines must be: read, the decode servers pull; write, the prefill servers push "
+        "(default: auto, they are asked)",
+    )
     group.add_argument(
         "--request-timeout-secs",
         type=seconds,

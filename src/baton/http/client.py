@@ -70,15 +70,18 @@ class Exchange:
     """One request and its response, as an async context manager; see :meth:`Pool.request`.
 
     A class and not a generator: it is entered twice for every request of a proxy.
+
+    Attributes:
+        linger_seconds: may be set until it is left.
     """
 
-    __slots__ = ("_bodiless", "_connection", "_data", "_linger", "_pool")
+    __slots__ = ("_bodiless", "_connection", "_data", "_pool", "linger_seconds")
 
     def __init__(self, pool: Pool, data: Sequence[Buffer], *, bodiless: bool, linger_seconds: float) -> None:
         self._pool = pool
         self._data = data
         self._bodiless = bodiless
-        self._linger = linger_seconds
+        self.linger_seconds = linger_seconds
         self._connection: ClientConnection | None = None
 
     async def __aenter__(self) -> Response:
@@ -90,8 +93,8 @@ class Exchange:
             try:
                 connection = await pool.connect()
             except asyncio.CancelledError:
-                if self._linger:
-                    pool.deliver_anyway(self._data, self._linger)
+                if self.linger_seconds:
+                    pool.deliver_anyway(self._data, self.linger_seconds)
                 raise
         self._connection = connection
         try:
@@ -116,8 +119,8 @@ class Exchange:
 
     def _leave(self, connection: ClientConnection) -> None:
         """Cut the connection: now, or when the server is sure to have taken the request."""
-        if self._linger and connection.open:
-            connection.linger(self._linger)
+        if self.linger_seconds and connection.open:
+            connection.linger(self.linger_seconds)
             self._pool.watch(connection)
         else:
             connection.close()

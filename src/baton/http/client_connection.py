@@ -77,6 +77,10 @@ class Response:
         """The first value of *name* (lower case), or None."""
         return first(self.headers, name)
 
+    def watch(self, on_broken: Callable[[ClientError], None]) -> None:
+        """Call *on_broken* when it breaks, for who does something else before the body is read."""
+        self._connection.watch(on_broken)
+
     async def read(self) -> bytes:
         """The whole body.
 
@@ -140,6 +144,7 @@ class ClientConnection(asyncio.Protocol):
         self._headers: list[Header] = []
         self._pieces: list[bytes] = []
         self._sink: Callable[[bytes], None] | None = None
+        self._on_broken: Callable[[ClientError], None] | None = None
         self._complete = True
         self._headed = False
         self._bodied = False
@@ -175,6 +180,7 @@ class ClientConnection(asyncio.Protocol):
         self._error = None
         self._pieces = []
         self._sink = None
+        self._on_broken = None
         self._complete = False
         self._headed = False
         self._bodied = False
@@ -213,6 +219,11 @@ class ClientConnection(asyncio.Protocol):
             self._fail(TooSlow(f"no answer within {self._head_seconds} s"))
         else:
             self._fail(TooSlow(f"no whole answer within {self._total} s"))
+
+    def watch(self, on_broken: Callable[[ClientError], None]) -> None:
+        self._on_broken = on_broken
+        if self._error is not None:
+            on_broken(self._error)
 
     async def collect(self) -> bytes:
         await self._wait()
@@ -389,4 +400,6 @@ class ClientConnection(asyncio.Protocol):
         for future in (self._head, self._end):
             if future is not None and not future.done():
                 future.set_exception(error)
+        if self._on_broken is not None:
+            self._on_broken(error)
         self.close()

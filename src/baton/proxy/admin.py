@@ -60,11 +60,14 @@ def routes(
     turn = RoundRobin()
 
     async def health(_: Request) -> Answer:
-        """200 only when a prefill and a decode server are usable and all pairs were warmed up once."""
-        body = counts(way)
+        """200 only when a prefill and a decode server are usable, can hand over to each other and have done so once."""
+        fleet = way.fleet
+        body = {**counts(way), "transfer_mode": fleet.mode}
+        if fleet.conflict is not None:
+            body["reason"] = fleet.conflict
         if warmth is not None and (pairs := warmth.counts()) is not None:
             body["warm_up"] = pairs
-        if not way.fleet.ready():
+        if not fleet.ready():
             return _json(503, {"status": "unavailable", **body})
         if warmth is not None and not await warmth.ready():
             return _json(503, {"status": "warming up", **body})
@@ -92,6 +95,8 @@ def routes(
                 "url": each.endpoint.url,
                 "usable": each.usable,
                 "in_flight": each.in_flight,
+                "transfer_mode": each.info.transfer_mode if each.info is not None else None,
+                "engine_id": each.info.engine_id if each.info is not None else None,
             }
             for each in way.fleet
         ]
@@ -99,7 +104,10 @@ def routes(
             for row, same in zip(rows, orjson.loads(other)["instances"], strict=True):
                 row["in_flight"] += same["in_flight"]
                 row["usable"] &= same["usable"]
-        return _json(200, {"instances": rows})
+        said: dict[str, Any] = {"instances": rows, "transfer_mode": way.fleet.mode}
+        if way.fleet.conflict is not None:
+            said["conflict"] = way.fleet.conflict
+        return _json(200, said)
 
     async def pass_get(request: Request) -> Answer:
         instance = turn.pick(way.fleet.usable(Role.DECODE))

@@ -17,7 +17,7 @@ from typing import Any
 
 import orjson
 
-from baton.cluster import Endpoint
+from baton.cluster import Endpoint, TransferMode
 from baton.http import Header, Limits, Request, Responder, Server
 from baton.proxy import legs
 from baton.proxy.access_log import AccessLog
@@ -33,7 +33,7 @@ from baton.proxy.journey import EngineRefusal, Journey, State, Times, Way, prefi
 from baton.proxy.legs import Rules, Style
 from baton.proxy.memory import settle_memory
 from baton.proxy.metrics import Metrics
-from baton.proxy.modes import run_read, run_several, turn_of
+from baton.proxy.modes import run_several, run_single, turn_of
 from baton.proxy.routing import POLICIES
 from baton.proxy.samples import parts
 from baton.proxy.tracing import Tracer
@@ -63,6 +63,7 @@ class ProxySettings:
         endpoints: the engines of both roles.
         policy: how an instance is chosen, by name, in both pools.
         prefill_policy, decode_policy: in one pool; None as *policy*.
+        transfer_mode: what the engines must be; None asks them.
         request_timeout_seconds: for one leg; None has no limit.
         probe_interval_seconds: between two rounds of health questions.
         shutdown_seconds: how long open requests may go on after a stop was asked for.
@@ -99,6 +100,7 @@ class ProxySettings:
     policy: str = "round_robin"
     prefill_policy: str | None = None
     decode_policy: str | None = None
+    transfer_mode: TransferMode | None = None
     request_timeout_seconds: float | None = None
     probe_interval_seconds: float = 2.0
     shutdown_seconds: float = 30.0
@@ -143,7 +145,7 @@ class Proxy:
 
     def __init__(self, settings: ProxySettings) -> None:
         self.settings = settings
-        self.fleet = Fleet(settings.endpoints)
+        self.fleet = Fleet(settings.endpoints, settings.transfer_mode)
         gate = Gate(settings.max_requests, settings.queue_size, settings.queue_seconds)
         self.turns: TurnStore | None = None
         if settings.turns:
@@ -347,7 +349,7 @@ class Proxy:
         elif len(made) > 1:
             await run_several(journey, made, way, responder)
         else:
-            await run_read(journey, way, ToClient(way, responder))
+            await run_single(journey, way, ToClient(way, responder))
 
     def _begin(self, request: Request, rules: Rules, times: Times, common: list[Header]) -> Journey:
         """The journey of a request whose body is still unread."""

@@ -2,12 +2,14 @@
 
 States: RECEIVED, ADMITTED, PREFILLING, HANDED_OFF, DECODING, STREAMING, then DONE, FAILED or
 CANCELLED. In HANDED_OFF blocks are pinned on the prefill server; the way out is DECODING, since
-a decode server that has the ticket frees them, also when its request is aborted.
+a decode server that has the ticket frees them, also when its request is aborted. In write mode the
+decode leg is under way from PREFILLING on.
 """
 
 from __future__ import annotations
 
 import enum
+import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,6 +32,8 @@ from baton.proxy.ticket import ASK, Ticket
 from baton.proxy.tracing import Span, Tracer
 from baton.proxy.turns import Turn
 from baton.proxy.upstream import Answer, Leg, Upstream, read_answer, read_body
+
+logger = logging.getLogger("baton.proxy")
 
 LINGER_SECONDS = 0.5
 """How long a decode server may take to notice a request whose client has left. It must: with the ticket in its
@@ -58,7 +62,8 @@ class Times:
         arrived: its last byte was here.
         admitted: it was let through the gate.
         prefill_sent, prefilled: the prefill leg, from its dispatch to the whole answer.
-        decode_sent, decode_head: the decode leg, from its dispatch to the head of the answer.
+        decode_sent, decode_head: the decode leg, from its dispatch to the head of the answer; in write mode it is sent
+            with the prefill leg, and the head may come before *prefilled*.
         first_event: the first event of a stream passed.
     """
 
@@ -179,20 +184,27 @@ def choose(journey: Journey, way: Way) -> None:
 
 
 def open_leg(
-    journey: Journey, way: Way, instance: ProxyInstance, body: Sequence[Buffer], linger_seconds: float = 0.0
+    journey: Journey,
+    way: Way,
+    instance: ProxyInstance,
+    body: Sequence[Buffer],
+    linger_seconds: float = 0.0,
+    *,
+    added: Sequence[Header] = (),
 ) -> Leg:
-    """One leg on *instance*, to be entered; with a span of its own when somebody traces."""
-    headers, span = journey.headers, None
+    """One leg on *instance*, to be entered, with headers *added*; with a span of its own when somebody traces."""
+    headers, span = [*journey.headers, *added] if added else journey.headers, None
     if way.tracer is not None:
         span, headers = way.tracer.leg(journey.span, instance, headers)
     return way.upstream.post(instance, journey.request.target, headers, body, span, linger_seconds=linger_seconds)
 
 
-async def prefill(journey: Journey, way: Way, ask: Mapping[str, Any] = ASK) -> Prefilled:
+async def prefill(journey: Journey, way: Way, ask: Mapping[str, Any] = ASK, added: Sequence[Header] = ()) -> Prefilled:
     """Run the prefill leg.
 
     Args:
         ask: what it carries in a ticket's place.
+        added: headers.
 
     Raises:
         EngineRefusal: the server answered with an error.
@@ -203,7 +215,7 @@ async def prefill(journey: Journey, way: Way, ask: Mapping[str, Any] = ASK) -> P
     journey.state = State.PREFILLING
     body = legs.written(legs.prefill_leg(journey.body, journey.rules, ask))
     times.prefill_sent = time.monotonic()
-    async with open_leg(journey, way, instance, (body,)) as response:
+    async with open_leg(journey, way, instance, (body,), added=added) as response:
         # Read to the end, also of a refusal: only then can the connection be used again.
         if response.status != 200:
             raise EngineRefusal(await read_answer(response))
@@ -218,6 +230,7 @@ async def prefill(journey: Journey, way: Way, ask: Mapping[str, Any] = ASK) -> P
     ticket = Ticket.from_answer(value, times.prefilled)
     if ticket is not None:
         journey.state = State.HANDED_OFF
+        instance.hear(ticket.params)
     if journey.on_prefilled is not None:
         journey.on_prefilled()
     return Prefilled(ticket, value if isinstance(value, dict) else {})
@@ -230,25 +243,41 @@ async def decode(journey: Journey, way: Way, prefilled: Prefilled, deliver: Deli
         EngineRefusal: the server answered with an error.
         ProxyError: it broke off, failed, took too long or cannot be reached.
     """
-    instance, times = journey.decode, journey.times
-    assert instance is not None
-    raw = journey.raw
-    scored = legs.asks_prompt_scores(journey.body, journey.rules)
-    if scored:
-        raw = legs.written(legs.without_prompt_scores(journey.body, journey.rules))
-    if journey.turn is not None:
-        journey.turn.sent_to(instance)
-    body = legs.decode_body(raw, prefilled.ticket, keep_blocks=journey.turn is not None)
     linger = LINGER_SECONDS if prefilled.ticket is not None else 0.0
-    times.decode_sent = time.monotonic()
-    async with open_leg(journey, way, instance, body, linger) as response:
+    leg, scored = decode_leg(journey, way, prefilled.ticket, linger)
+    async with leg as response:
         journey.state = State.DECODING
-        times.decode_head = time.monotonic()
+        journey.times.decode_head = time.monotonic()
         if response.status != 200:
             raise EngineRefusal(await read_answer(response))
         if prefilled.ticket is not None:
             way.metrics.handed_off.inc()
         await deliver(journey, response, Correction(journey.rules, journey.body, prefilled, scored, journey.turn))
+
+
+def decode_leg(journey: Journey, way: Way, ticket: Ticket | None, linger_seconds: float) -> tuple[Leg, bool]:
+    """The decode leg, to be entered, and whether a part of its answer is the prefill server's."""
+    assert journey.decode is not None
+    raw = journey.raw
+    scored = legs.asks_prompt_scores(journey.body, journey.rules)
+    if scored:
+        raw = legs.written(legs.without_prompt_scores(journey.body, journey.rules))
+    if journey.turn is not None:
+        journey.turn.sent_to(journey.decode)
+    body = legs.decode_body(raw, ticket, keep_blocks=journey.turn is not None)
+    journey.times.decode_sent = time.monotonic()
+    return open_leg(journey, way, journey.decode, body, linger_seconds), scored
+
+
+def note_without_ticket(journey: Journey, way: Way) -> None:
+    """The prefill server was asked for a ticket and gave none: not an error, but nobody wants it."""
+    assert journey.prefill is not None
+    way.metrics.without_ticket.inc()
+    logger.warning(
+        "%s gave no ticket for %s: the decode server computes the prompt itself",
+        journey.prefill.id,
+        journey.request_id.decode(),
+    )
 
 
 async def prefill_alone(journey: Journey, way: Way) -> Answer:

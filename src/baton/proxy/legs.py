@@ -52,6 +52,8 @@ class Rules:
         lists: whether ``prompt`` may be a list of prompts.
         echoes: whether ``echo`` with ``logprobs`` asks for the prompt's.
         ends: how the last event of a whole stream begins.
+        by_body: whether engines read neither X-Request-Id nor X-data-parallel-rank there (vLLM 0.32): the request's
+            id can be given in the body, a rank cannot be asked for.
     """
 
     caps: tuple[str, ...]
@@ -63,6 +65,7 @@ class Rules:
     lists: bool = False
     echoes: bool = False
     ends: tuple[bytes, ...] = (b"data: [DONE]",)
+    by_body: bool = False
 
 
 # min_tokens above the cap is an error; several samples would pin several copies of the blocks.
@@ -105,6 +108,7 @@ RULES: Mapping[str, Rules] = {
         added={"ignore_eos": True, "store": False},
         style=Style.RESPONSES,
         ends=(b"event: response.completed", b"event: response.incomplete", b"event: response.failed"),
+        by_body=True,
     ),
     "/v1/messages": Rules(
         caps=("max_tokens",),
@@ -296,6 +300,14 @@ def without_prompt_scores(body: Body, rules: Rules) -> dict[str, Any]:
     return {**body, rules.inside: kept}
 
 
+def with_request_id(body: Body, raw: bytes, request_id: str) -> tuple[dict[str, Any], bytes]:
+    """A body and its bytes that give the request an id, for endpoints where engines take it from there alone."""
+    if "request_id" in body:
+        body = {name: value for name, value in body.items() if name != "request_id"}
+        raw = written(body)
+    return {**body, "request_id": request_id}, b"".join(_in_front(raw, b'"request_id":%b' % orjson.dumps(request_id)))
+
+
 def decode_body(raw: bytes, ticket: Ticket | None, keep_blocks: bool | None = None) -> tuple[bytes | memoryview, ...]:
     """The body for the decode server, in pieces: the client's own, to the letter, with the ticket in front.
 
@@ -307,6 +319,11 @@ def decode_body(raw: bytes, ticket: Ticket | None, keep_blocks: bool | None = No
     if ticket is None:
         return (raw,)
     params = ticket.params if keep_blocks is None else {**ticket.params, "keep_blocks": keep_blocks}
+    return _in_front(raw, b'"%b":%b' % (TICKET_KEY.encode(), orjson.dumps(params)))
+
+
+def _in_front(raw: bytes, pair: bytes) -> tuple[bytes, memoryview]:
+    """An object with one more key, in two pieces; *raw* is not copied."""
     start = raw.index(b"{") + 1
     comma = b"" if _EMPTY.match(raw, start) else b","
-    return b'{"%b":%b%b' % (TICKET_KEY.encode(), orjson.dumps(params), comma), memoryview(raw)[start:]
+    return b"{%b%b" % (pair, comma), memoryview(raw)[start:]

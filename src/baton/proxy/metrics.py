@@ -118,8 +118,11 @@ class Metrics(Collector):
         if not times.first_event:
             return
         queue = times.admitted - times.arrived
-        hand_off = times.decode_head - times.decode_sent
-        first_token = times.first_event - times.decode_head
+        # In write mode the decode leg runs beside the prefill leg: what counts is the rest of it.
+        handed = max(times.decode_sent, times.prefilled)
+        head = max(times.decode_head, handed)
+        hand_off = head - handed
+        first_token = times.first_event - head
         whole = times.first_event - times.arrived
         self.ttft_seconds.observe(whole)
         parts = self.parts

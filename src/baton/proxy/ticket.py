@@ -10,6 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from baton.cluster import TransferMode
+from baton.proxy.engine_info import WORDS, EngineInfo
+
 TICKET_KEY = "kv_transfer_params"
 TRUSTED_KEYS = (TICKET_KEY, "ec_transfer_params")
 """What an engine believes without asking: it names hosts, ports and blocks. Only the proxy may say it."""
@@ -54,6 +57,32 @@ class Ticket:
         if not isinstance(params, dict) or not params.get("do_remote_prefill"):
             return None
         return cls(params, now)
+
+    @property
+    def engine_id(self) -> Any:
+        """The prefill server that gave it, or that it was made for."""
+        return self.params.get("remote_engine_id")
+
+
+def push_ticket(info: EngineInfo, rank: int, request_id: str, now: float) -> Ticket:
+    """A decode leg's ticket in write mode, made before prefill has answered: to be pushed to by *info*'s *rank*.
+
+    Args:
+        request_id: of both legs. P finds the request by the leg's own id; that this key is there at all is what vLLM
+            asks for (0.32, nixl/metadata.py, ``add_new_req_to_recv``).
+    """
+    params = {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_engine_id": info.id_of_rank(rank),
+        "remote_request_id": request_id,
+        "remote_host": info.side_channel_host,
+        "remote_port": info.side_channel_port + rank,
+        "tp_size": info.tp_size,
+        "pp_size": info.pp_size,
+        "transfer_mode": WORDS[TransferMode.WRITE],
+    }
+    return Ticket(params, now)
 
 
 def holds_trusted(body: Mapping[str, Any]) -> bool:

@@ -23,6 +23,8 @@ from baton.http import (
     Timeouts,
     TooSlow,
 )
+from baton.proxy import engine_info
+from baton.proxy.engine_info import BadEngineInfo, EngineInfo
 from baton.proxy.errors import JSON, ProxyError
 from baton.proxy.fleet import Fleet, ProxyInstance
 from baton.proxy.tracing import Span
@@ -117,6 +119,10 @@ class Leg:
         self._exchange = exchange
         self._span = span
 
+    def linger(self, seconds: float) -> None:
+        """From now on, see *linger_seconds* of :meth:`Upstream.post`."""
+        self._exchange.linger_seconds = seconds
+
     async def __aenter__(self) -> Response:
         self._instance.in_flight += 1
         try:
@@ -205,12 +211,39 @@ class Upstream:
                 self._pools[instance.id].request(b"GET", b"/health", ()) as response,
             ):
                 await response.read()
-                instance.set_usable(response.status == 200, f"/health answered {response.status}")
+            healthy = response.status == 200
+            if healthy and not instance.learned:
+                await self._learn(instance)
+            instance.set_usable(healthy, f"/health answered {response.status}")
         except OutOfDescriptors:
             # That says nothing of the engine.
             logger.warning("no file descriptor left to ask %s for its health", instance.id)
         except (ClientError, TimeoutError) as error:
             instance.set_usable(False, f"/health failed: {error or 'too slow'}")
+
+    async def _learn(self, instance: ProxyInstance) -> None:
+        """Ask an instance what it is. One that doesn't know the question is a stock engine: its tickets say it.
+
+        Raises:
+            ClientError, TimeoutError: there was no answer.
+        """
+        async with (
+            asyncio.timeout(PROBE_SECONDS),
+            self._pools[instance.id].request(b"GET", engine_info.PATH, ()) as response,
+        ):
+            raw = await response.read()
+        instance.learned = response.status < 500
+        if response.status != 200:
+            return
+        try:
+            info = EngineInfo.parse(raw)
+        except BadEngineInfo as error:
+            logger.warning("%s does not say what it is, and is taken for a stock engine: %s", instance.id, error)
+            return
+        role = instance.endpoint.role
+        if info is not None and info.misplaced(role):
+            logger.warning("%s is named as a %s server and was started as a %s", instance.id, role, info.kv_role)
+        instance.set_info(info)
 
     async def sweep_forever(self) -> None:
         """Close connections that were idle for too long, once a second."""

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import logging
-
-from baton.proxy.journey import Deliver, Journey, Way, choose, decode, prefill
+from baton.proxy.journey import Deliver, Journey, Way, choose, decode, note_without_ticket, prefill
 from baton.proxy.modes.turns import prefill_turn
-
-logger = logging.getLogger("baton.proxy")
 
 
 async def run_read(journey: Journey, way: Way, deliver: Deliver) -> None:
@@ -25,13 +21,7 @@ async def run_read(journey: Journey, way: Way, deliver: Deliver) -> None:
     turn = journey.turn
     prefilled = await (prefill(journey, way) if turn is None else prefill_turn(journey, way, turn))
     if prefilled.ticket is None:
-        assert journey.prefill is not None
-        way.metrics.without_ticket.inc()
-        logger.warning(
-            "%s gave no ticket for %s: the decode server computes the prompt itself",
-            journey.prefill.id,
-            journey.request_id.decode(),
-        )
+        note_without_ticket(journey, way)
 
     # hand off and decode
     await decode(journey, way, prefilled, deliver)

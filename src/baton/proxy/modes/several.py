@@ -10,7 +10,7 @@ from baton.http import Responder
 from baton.proxy.deliver import Joined, all_or_none
 from baton.proxy.fleet import ProxyInstance
 from baton.proxy.journey import Journey, Way
-from baton.proxy.modes.read import run_read
+from baton.proxy.modes.single import run_single
 from baton.proxy.samples import Part
 
 
@@ -35,7 +35,7 @@ async def run_several(journey: Journey, made: Sequence[Part], way: Way, responde
             own.on_prefilled = lambda: first.set_result(own.prefill)
         else:
             own.prefill = await asyncio.shield(first)
-        await run_read(own, way, partial(whole.take, part.index))
+        await run_single(own, way, partial(whole.take, part.index))
 
     leading = {part.prompt: part.index for part in reversed(made)}
     await all_or_none([run(part, leading[part.prompt] == part.index) for part in made])
