@@ -25,7 +25,7 @@ from baton.proxy.admin import ADMIN, OPEN, routes
 from baton.proxy.admission import Gate
 from baton.proxy.beat import Beats
 from baton.proxy.deliver import ToClient
-from baton.proxy.door import Keys, Origins, carried
+from baton.proxy.door import Keys, Origins, carried, decode_rank
 from baton.proxy.errors import JSON, ProxyError, StreamFailed, error_event
 from baton.proxy.fleet import Fleet, NoInstance
 from baton.proxy.journey import EngineRefusal, Journey, State, Times, Way, prefill_alone
@@ -291,6 +291,7 @@ class Proxy:
         """
         way = self.way
         # read
+        journey.decode_headers = decode_rank(journey.request)
         journey.body, journey.raw = read_body(journey.request)
         legs.check(journey.body, journey.rules)
         made = parts(journey.body, journey.rules)

@@ -81,6 +81,7 @@ class Journey:
         request_id: the proxy's own, on both legs.
         headers: what both legs carry besides the body.
         answer_headers: what the client's answer carries in any case.
+        decode_headers: what the decode leg alone carries.
         times: when it passed each mark.
         state: where it is; never goes back.
         prefill, decode: the instances, once they are chosen.
@@ -99,6 +100,7 @@ class Journey:
     headers: list[Header]
     answer_headers: list[Header]
     times: Times
+    decode_headers: Sequence[Header] = ()
     state: State = State.RECEIVED
     prefill: ProxyInstance | None = None
     decode: ProxyInstance | None = None
@@ -113,7 +115,18 @@ class Journey:
         request_id = b"%b-%d" % (self.request_id, part.index)
         headers = [(name, request_id if name == b"x-request-id" else value) for name, value in self.headers]
         raw = legs.written(part.body)
-        return Journey(self.request, self.rules, part.body, raw, request_id, headers, [], self.times, span=self.span)
+        return Journey(
+            self.request,
+            self.rules,
+            part.body,
+            raw,
+            request_id,
+            headers,
+            [],
+            self.times,
+            self.decode_headers,
+            span=self.span,
+        )
 
     def answer_head(self, engines: list[Header]) -> list[Header]:
         """Headers of an engine's answer to the client, with the instances used."""
@@ -175,10 +188,20 @@ def choose(journey: Journey, way: Way) -> None:
 
 
 def open_leg(
-    journey: Journey, way: Way, instance: ProxyInstance, body: Sequence[Buffer], linger_seconds: float = 0.0
+    journey: Journey,
+    way: Way,
+    instance: ProxyInstance,
+    body: Sequence[Buffer],
+    *,
+    more: Sequence[Header] = (),
+    linger_seconds: float = 0.0,
 ) -> Leg:
-    """One leg on *instance*, to be entered; with a span of its own when somebody traces."""
-    headers, span = journey.headers, None
+    """One leg on *instance*, to be entered; with a span of its own when somebody traces.
+
+    Args:
+        more: headers of this leg alone.
+    """
+    headers, span = [*journey.headers, *more], None
     if way.tracer is not None:
         span, headers = way.tracer.leg(journey.span, instance, headers)
     return way.upstream.post(instance, journey.request.target, headers, body, span, linger_seconds=linger_seconds)
@@ -232,7 +255,7 @@ async def decode(journey: Journey, way: Way, prefilled: Prefilled, deliver: Deli
     body = legs.decode_body(raw, prefilled.ticket)
     linger = LINGER_SECONDS if prefilled.ticket is not None else 0.0
     times.decode_sent = time.monotonic()
-    async with open_leg(journey, way, instance, body, linger) as response:
+    async with open_leg(journey, way, instance, body, more=journey.decode_headers, linger_seconds=linger) as response:
         journey.state = State.DECODING
         times.decode_head = time.monotonic()
         if response.status != 200:
