@@ -24,7 +24,8 @@ ENGINE_OVERHEAD_BYTES = 1_600_000_000
 """What an engine's three forked processes take beside weights and KV cache (docs/performance.md)."""
 
 WORKER_OVERHEAD_BYTES = 600_000_000
-"""What each worker beyond the first adds to that, with the engine core of its data parallel rank."""
+"""What each worker beyond the first adds to that, with the engine core of its data parallel rank: 0.53 GB were measured
+with a model of 29 MB."""
 
 _DTYPE_BYTES = {"float32": 4, "float": 4, "bfloat16": 2, "float16": 2, "half": 2}
 _STORED_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
