@@ -39,7 +39,7 @@ def all_gather_rows(tensors: Sequence[Tensor], sizes: Sequence[int], group: Grou
     packed = pieces[0].new_empty(longest, sum(widths))
     torch.cat(pieces, dim=1, out=packed[:rows])
     gathered = packed.new_empty(len(sizes) * longest, sum(widths))
-    dist.all_gather_into_tensor(gathered, packed, group=group)
+    dist.all_gather_single(gathered, packed, group=group)
     if min(sizes) != longest:
         gathered = torch.cat([gathered[rank * longest :][:size] for rank, size in enumerate(sizes)])
     return [_from_bytes(part, like) for part, like in zip(gathered.split(widths, dim=1), tensors, strict=True)]
