@@ -44,6 +44,13 @@ def one_servers(spread: Cluster) -> dict[str, str]:
     return reference(spread.prefill[0], prompts())
 
 
+def test_experts_may_be_spread_over_tensor_parallel_ranks(logs: Path, model: Path) -> None:
+    """First, and stopped at once: there are two cores."""
+    with cluster("tp-ep", model, logs, decode=(Engine(SPLIT),)) as made:
+        asked = prompts()
+        check(made, reference(made.prefill[0], asked), asked)
+
+
 def answered(server: Server) -> list[float]:
     """How many requests each of two ranks has finished."""
     return [server.metric("vllm:request_success_total", engine=str(rank)) for rank in (0, 1)]
@@ -81,10 +88,3 @@ def test_a_rank_that_is_none_is_refused(spread: Cluster, rank: str) -> None:
     code, _, raw = post(f"{spread.proxy.url}/v1/completions", body, {"X-data-parallel-rank": rank})
     assert code == 400, raw
     assert rank in json.loads(raw)["error"]["message"]
-
-
-def test_experts_may_be_spread_over_tensor_parallel_ranks(
-    logs: Path, model: Path, spread: Cluster, one_servers: dict[str, str]
-) -> None:
-    with cluster("tp-ep", model, logs, decode=(Engine(SPLIT),)) as made:
-        check(made, one_servers, prompts())
