@@ -47,7 +47,7 @@ def one_servers(spread: Cluster) -> dict[str, str]:
 def test_experts_may_be_spread_over_tensor_parallel_ranks(logs: Path, model: Path) -> None:
     """First, and stopped at once: there are two cores."""
     with cluster("tp-ep", model, logs, decode=(Engine(SPLIT),)) as made:
-        asked = prompts()
+        asked = dict(list(prompts().items())[::3])
         check(made, reference(made.prefill[0], asked), asked)
 
 
