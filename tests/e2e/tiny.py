@@ -36,6 +36,28 @@ def llama(
     return save(LlamaForCausalLM, config, folder, seed)
 
 
+def qwen3_moe(folder: Path, *, layers: int = 4, hidden: int = 256, experts: int = 8, seed: int = 7) -> Path:
+    """A Qwen3MoeForCausalLM in *folder*, in float32: 8 heads, 4 KV heads, 2 experts a token."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    config = Qwen3MoeConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=hidden,
+        intermediate_size=hidden,
+        moe_intermediate_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=hidden // 8,
+        num_experts=experts,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        max_position_embeddings=MAX_TOKENS,
+        tie_word_embeddings=False,
+    )
+    return save(Qwen3MoeForCausalLM, config, folder, seed)
+
+
 def save(architecture: Any, config: Any, folder: Path, seed: int) -> Path:
     """A model of *architecture* with scaled random weights in *folder*, and its tokenizer."""
     import torch

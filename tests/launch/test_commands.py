@@ -196,10 +196,27 @@ def test_what_stands_in_the_environment_is_not_clobbered() -> None:
     assert flag_value(made.argv, "--kv-cache-memory-bytes") is None
 
 
-def test_threads_are_shared_among_tensor_parallel_ranks() -> None:
-    made = command("--tensor-parallel-size", "2", cpus=(0, 1, 2, 3))
-    assert made.environ["OMP_NUM_THREADS"] == "2"
-    assert made.environ["BATON_CPUS"] == "0-3"
+@pytest.mark.parametrize(
+    ("args", "threads"),
+    [
+        (("--tensor-parallel-size", "2"), "4"),
+        (("-tp", "2"), "4"),
+        (("--data-parallel-size", "4"), "2"),
+        (("-dp", "4", "--data-parallel-size-local", "1"), "8"),
+        (("-dp", "4", "-tp", "4"), "1"),
+    ],
+)
+def test_threads_are_shared_among_the_workers_that_are_started_here(args: tuple[str, ...], threads: str) -> None:
+    made = command(*args, cpus=tuple(range(8)))
+    assert made.environ["OMP_NUM_THREADS"] == threads
+    assert made.environ["BATON_CPUS"] == "0-7"
+
+
+def test_one_api_process_serves_all_data_parallel_ranks_on_cpu() -> None:
+    assert flag_value(command("--data-parallel-size", "2").argv, "--api-server-count") == "1"
+    assert flag_value(command("-dp", "2", "--api-server-count", "2").argv, "--api-server-count") == "2"
+    assert flag_value(command().argv, "--api-server-count") is None
+    assert flag_value(command("-dp", "2", install=CUDA).argv, "--api-server-count") is None
 
 
 def test_threads_are_shared_when_the_size_is_spelled_short() -> None:

@@ -13,7 +13,8 @@ from baton.cli import main
 from baton.cluster import Role
 from baton.launch import EngineInstall, PlanRequest, cluster_commands, plan
 from baton.launch.fits import CHECKS, problems
-from baton.launch.planned import Plan, Planned, read_config
+from baton.launch.model_config import read_config
+from baton.launch.planned import Plan, Planned
 from baton.models import ResolvedModel
 from tests.ports import free_ports
 
@@ -246,8 +247,8 @@ def test_engines_are_read_off_their_commands(tmp_path: Path) -> None:
     ]
     assert made[0].flag("--block-size") == "32"
     assert made[1].flag("--block-size") is None
-    assert read_config(str(tmp_path)) == LLAMA
-    assert read_config(str(tmp_path / "none")) == {}
+    assert read_config(tmp_path) == LLAMA
+    assert read_config(tmp_path / "none") == {}
 
 
 def test_up_refuses_before_anything_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,7 +7,8 @@ import pytest
 
 from baton.cluster import Role
 from baton.launch import Command, EngineInstall, PlanRequest, Problem, check_cluster, check_engine, plan
-from baton.launch.heads import block_problem, heads_problem, read_config, sizes_problem, tensor_parallel_size
+from baton.launch.heads import block_problem, heads_problem, sizes_problem, tensor_parallel_size
+from baton.launch.model_config import read_config
 
 SMOLLM2 = {"num_attention_heads": 9, "num_key_value_heads": 3}
 GQA = {"num_attention_heads": 8, "num_key_value_heads": 2}

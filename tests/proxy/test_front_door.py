@@ -120,6 +120,40 @@ def test_a_key_of_the_proxys_own_does_not_reach_engines_that_have_another() -> N
     assert carried(asked(x_api_key="k"), None, own_keys=False) == [(b"authorization", b"Bearer k")]
 
 
+# the rank that decodes
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_the_rank_that_a_client_names_is_told_to_decode_alone(path: str) -> None:
+    async def test(made: House) -> None:
+        async with made.post({"prompt": "a"}, path=path, headers={"X-Data-Parallel-Rank": "1"}) as response:
+            assert response.status == 200
+        assert [seen.get("x-data-parallel-rank") for seen in made.decode[0].headers] == ["1"]
+        assert [seen.get("x-data-parallel-rank") for seen in made.prefill[0].headers] == [None]
+
+    with_house(test)
+
+
+def test_every_sample_of_a_request_decodes_on_the_rank_that_was_named() -> None:
+    async def test(made: House) -> None:
+        async with made.post({"prompt": "a", "n": 2}, headers={"X-data-parallel-rank": "0"}) as response:
+            assert response.status == 200
+        assert [seen.get("x-data-parallel-rank") for seen in made.decode[0].headers] == ["0", "0"]
+
+    with_house(test)
+
+
+@pytest.mark.parametrize("rank", ["one", "-1", "+1", "1.0", "1_0", "0x1", "1,0", ""])
+def test_a_rank_that_is_no_number_is_refused_before_any_engine_is_asked(rank: str) -> None:
+    async def test(made: House) -> None:
+        async with made.post({"prompt": "a"}, headers={"X-data-parallel-rank": rank}) as response:
+            assert response.status == 400
+            assert repr(rank) in (await response.json())["error"]["message"]
+        assert made.prefill[0].paths == made.decode[0].paths == []
+
+    with_house(test)
+
+
 # web origins
 
 

@@ -1,4 +1,4 @@
-"""vLLM's CPU platform, with the start method of its children left to the launcher."""
+"""vLLM's CPU platform, with the start method of its children left to the launcher, and a communicator of ours."""
 
 from __future__ import annotations
 
@@ -27,3 +27,14 @@ class BatonCpuPlatform(CpuPlatform):
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
         super().check_and_update_config(vllm_config)
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = EngineSettings.read(os.environ).worker_start
+        model = vllm_config.model_config
+        if vllm_config.parallel_config.enable_expert_parallel and model is not None and model.quantization:
+            # They would read past their weights (baton/engine/experts.py). The launcher says so only of local models.
+            raise ValueError(
+                f"--enable-expert-parallel on CPU spreads unquantized experts only, and those of {model.model} are "
+                f"quantized ({model.quantization}): drop the flag, or serve a model that is not quantized"
+            )
+
+    @classmethod
+    def get_device_communicator_cls(cls) -> str:
+        return "baton.engine.communicator.BatonCpuCommunicator"

@@ -17,6 +17,7 @@ from baton.engine import CPUS, ENGINE_SWITCH, NIXL_NAP_US, format_cpus
 from baton.launch import transports
 from baton.launch.devices import EngineInstall
 from baton.launch.errors import LaunchError
+from baton.launch.shapes import ranks_of
 from baton.models import ResolvedModel
 
 DEFAULT_PORTS = {Role.PREFILL: 8100, Role.DECODE: 8200}
@@ -340,6 +341,9 @@ def _defaults(
         if flag_value(request.vllm_args, "--compilation-config") is None:
             # Inductor takes two minutes on two cores before the first token.
             defaults.append(("--enforce-eager", None))
+        if ranks_of(request.vllm_args).local > 1:
+            # vLLM starts an API process a data parallel rank; one is plenty, and cores are few.
+            defaults.append(("--api-server-count", "1"))
     return defaults
 
 
@@ -359,9 +363,8 @@ def _environ(
         # Without it vLLM looks its address up by a route to the outside.
         defaults["VLLM_HOST_IP"] = "127.0.0.1"
     if install.device == "cpu":
-        ranks = _int_flag(request.vllm_args, "--tensor-parallel-size") or _int_flag(request.vllm_args, "-tp") or 1
         cores = len(request.cpus or request.available_cpus)
-        defaults["OMP_NUM_THREADS"] = str(max(1, cores // ranks))
+        defaults["OMP_NUM_THREADS"] = str(max(1, cores // ranks_of(request.vllm_args).workers))
         # The plugin binds the whole process; vLLM's own binding would move workers elsewhere.
         defaults["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
     return {

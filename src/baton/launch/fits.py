@@ -11,9 +11,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 
 from baton.cluster import Cluster, Role
 from baton.launch.commands import Command
+from baton.launch.model_config import read_config
 from baton.launch.planned import (
     HYBRID_OFF,
     Plan,
@@ -26,7 +28,6 @@ from baton.launch.planned import (
     is_mla,
     length,
     names,
-    read_config,
     tensor_parallel,
     whole,
 )
@@ -42,7 +43,7 @@ def check_fits(cluster: Cluster, commands: Sequence[Command], device: str) -> li
         commands: of its instances, in their order.
     """
     engines = tuple(Planned.of(*each) for each in zip(cluster.instances, commands, strict=True))
-    return problems(Plan(engines, read_config(engines[0].model), device))
+    return problems(Plan(engines, read_config(Path(engines[0].model)), device))
 
 
 def problems(plan: Plan) -> list[Problem]:

@@ -1,31 +1,17 @@
 """Whether a model's attention heads can be shared out among tensor parallel ranks, known before anything is loaded.
 
-Pure but for :func:`read_config`: a model's config.json and flags in, sentences out.
+Pure: a model's config.json and flags in, sentences out.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from baton.launch.commands import flag_value
 
 CPU_BLOCK = 32
 """Tokens: attention on CPU takes blocks of a multiple of it (vllm 0.32, v1/attention/backends/cpu_attn.py)."""
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """The model's config.json, of a multimodal model its text part; empty when there is none or it cannot be read."""
-    try:
-        config = json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError):
-        return {}
-    if not isinstance(config, dict):
-        return {}
-    text = config.get("text_config")
-    return config | text if isinstance(text, dict) else config
 
 
 def tensor_parallel_size(args: Sequence[str]) -> int:
@@ -41,7 +27,7 @@ def heads_problem(config: Mapping[str, Any], ranks: int) -> str | None:
     models with multi-head latent attention have none to split.
 
     Args:
-        config: the model's, as :func:`read_config` gives it; what it does not say is not checked.
+        config: as :func:`baton.launch.model_config.read_config` gives it; what it does not say is not checked.
         ranks: the tensor parallel size.
     """
     heads = config.get("num_attention_heads")

@@ -8,6 +8,7 @@ from baton.cluster import Cluster, Instance, Role, TransferMode, Transport
 from baton.launch.commands import DEFAULT_PORTS, DEFAULT_SIDE_CHANNEL_PORTS
 from baton.launch.devices import share_cpus
 from baton.launch.errors import LaunchError
+from baton.launch.shapes import ranks_of, side_channels
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,7 @@ class PlanRequest:
         host: where engines and proxy listen.
         proxy_port: the front door.
         prefill_port, decode_port: API port of the first instance; the next takes the next.
-        prefill_side_port, decode_side_port: the same for side channels.
+        prefill_side_port, decode_side_port: the same for side channels, one a data parallel rank.
         cpus: cores to share out.
         transfer_mode, bidirectional, pull_threshold: see :class:`baton.cluster.Cluster`.
         common_args, prefill_args, decode_args: `vllm serve` flags.
@@ -98,17 +99,20 @@ def port_claims(cluster: Cluster) -> list[tuple[str, int, str]]:
     claims = [(cluster.proxy_host, cluster.proxy_port, "the proxy")]
     for instance in cluster.instances:
         claims.append((instance.host, instance.port, f"{instance.id}'s API"))
-        claims.append((instance.side_channel_host, instance.side_channel_port, f"{instance.id}'s side channel"))
+        sides = side_channels(instance.side_channel_port, ranks_of(instance.engine_args))
+        claims += [(instance.side_channel_host, port, f"{instance.id}'s {owner}") for port, owner in sides.items()]
     return claims
 
 
 def _instance(request: PlanRequest, role: Role, index: int, cpus: tuple[int, ...]) -> Instance:
     prefill = role is Role.PREFILL
     port = (request.prefill_port if prefill else request.decode_port) + index
-    side_port = (request.prefill_side_port if prefill else request.decode_side_port) + index
+    args = request.common_args + (request.prefill_args if prefill else request.decode_args)
+    side_port = (request.prefill_side_port if prefill else request.decode_side_port) + index * ranks_of(args).local
     name = f"{role.letter}{index}"
     _check_port(f"{name}'s API", port)
-    _check_port(f"{name}'s side channel", side_port)
+    for side, owner in side_channels(side_port, ranks_of(args)).items():
+        _check_port(f"{name}'s {owner}", side)
     return Instance(
         id=name,
         role=role,
@@ -117,7 +121,7 @@ def _instance(request: PlanRequest, role: Role, index: int, cpus: tuple[int, ...
         side_channel_host=request.host,
         side_channel_port=side_port,
         cpus=cpus,
-        engine_args=request.common_args + (request.prefill_args if prefill else request.decode_args),
+        engine_args=args,
     )
 
 

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 from baton.cluster import Instance, Role
@@ -88,15 +87,6 @@ class Plan:
 
     def pairs(self) -> Iterable[tuple[Planned, Planned]]:
         return product(self.of_role(Role.PREFILL), self.of_role(Role.DECODE))
-
-
-def read_config(model: str) -> dict[str, Any]:
-    """The config.json of a model on this disk; empty when there is none."""
-    try:
-        value = json.loads((Path(model) / "config.json").read_text())
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}
 
 
 def names(engine: Planned) -> list[str]:

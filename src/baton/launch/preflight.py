@@ -10,6 +10,7 @@ import socket
 import struct
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -17,12 +18,18 @@ from baton.cluster import Cluster, Role
 from baton.launch.commands import DEFAULT_KV_CACHE_BYTES, Command, flag_value
 from baton.launch.devices import EngineInstall
 from baton.launch.fits import check_fits
-from baton.launch.heads import block_problem, heads_problem, read_config, sizes_problem, tensor_parallel_size
+from baton.launch.heads import block_problem, heads_problem, sizes_problem, tensor_parallel_size
+from baton.launch.model_config import read_config
 from baton.launch.plan import port_claims
 from baton.launch.problem import Problem
+from baton.launch.shapes import experts_problem, ranks_of, side_channels
 
 ENGINE_OVERHEAD_BYTES = 1_600_000_000
 """What an engine's three forked processes take beside weights and KV cache (docs/performance.md)."""
+
+WORKER_OVERHEAD_BYTES = 600_000_000
+"""What each worker beyond the first adds to that, with the engine core of its data parallel rank: 0.53 GB were measured
+with a model of 29 MB."""
 
 _DTYPE_BYTES = {"float32": 4, "float": 4, "bfloat16": 2, "float16": 2, "half": 2}
 _STORED_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
@@ -35,18 +42,25 @@ def check_engine(
     problems = check_install(install)
     port = int(flag_value(command.argv, "--port") or 8000)
     host = flag_value(command.argv, "--host") or "0.0.0.0"
-    side = int(command.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"])
     side_host = command.environ["VLLM_NIXL_SIDE_CHANNEL_HOST"]
-    if port == side:
+    sides = side_channels(int(command.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"]), ranks_of(command.argv))
+    if port in sides:
         problems.append(
             Problem(
-                f"port {port} is planned for the API and for the side channel: move one with --port "
+                f"port {port} is planned for the API and for the {sides[port]}: move one with --port "
                 "or --side-channel-port",
                 words=True,
             )
         )
     problems += check_shape([command], install, local_model=local_model)
-    problems += check_ports([(host, port, "the API"), (side_host, side, "the side channel")])
+    if local_model:
+        problems += check_experts([command], install)
+    if max(sides) > 65535:
+        what = f"the side channel's last port, {max(sides)}, is beyond 65535: lower --side-channel-port"
+        return [*problems, Problem(what, words=True)]
+    problems += check_ports(
+        [(host, port, "the API"), *((side_host, side, f"the {owner}") for side, owner in sides.items())]
+    )
     if install.device == "cpu" and local_model:
         problems += check_memory([command], environ)
     return problems
@@ -64,6 +78,8 @@ def check_cluster(
     commands = list(commands)
     problems = check_install(install)
     problems += check_shape(commands, install, local_model=local_model)
+    if local_model:
+        problems += check_experts(commands, install)
     problems += check_roles(cluster, commands)
     problems += check_fits(cluster, commands, install.device)
     problems += check_ports(port_claims(cluster))
@@ -109,6 +125,20 @@ def check_roles(cluster: Cluster, commands: Iterable[Command]) -> list[Problem]:
         sizes[instance.role].add(tensor_parallel_size(command.argv))
     pairs = itertools.product(sorted(sizes[Role.PREFILL]), sorted(sizes[Role.DECODE]))
     return [Problem(what, words=True) for pair in pairs if (what := sizes_problem(*pair))]
+
+
+def check_experts(commands: Iterable[Command], install: EngineInstall) -> list[Problem]:
+    """A problem for each way in which experts would be spread over ranks and cannot be."""
+    found = (
+        experts_problem(
+            read_config(Path(command.argv[3])),
+            flag_value(command.argv, "--served-model-name") or command.argv[3],
+            command.argv,
+            on_cpu=install.device == "cpu",
+        )
+        for command in commands
+    )
+    return [Problem(what, words=True) for what in dict.fromkeys(filter(None, found))]
 
 
 def check_ports(claims: Iterable[tuple[str, int, str]]) -> list[Problem]:
@@ -168,15 +198,21 @@ def check_memory(commands: list[Command], environ: Mapping[str, str] = os.enviro
 
 
 def estimate_bytes(command: Command, environ: Mapping[str, str] = os.environ) -> int:
-    """Bytes that one engine on CPU will take: weights in the served type, KV cache, overhead."""
-    weights = weight_bytes(Path(command.argv[3]), flag_value(command.argv, "--dtype"))
+    """Bytes that one engine on CPU will take: weights in the served type, KV cache, overhead.
+
+    Data parallel ranks have the weights each, but for the experts, which they share; every worker has a KV cache.
+    """
+    ranks, folder = ranks_of(command.argv), Path(command.argv[3])
+    weights = weight_bytes(folder, flag_value(command.argv, "--dtype"))
+    if ranks.local > 1:
+        weights += int(weights * (1 - expert_share(folder))) * (ranks.local - 1)
     kv = flag_value(command.argv, "--kv-cache-memory-bytes")
     space = environ.get("VLLM_CPU_KVCACHE_SPACE", "")
     if kv and kv.isdigit():
         kv_bytes = int(kv)
     else:
         kv_bytes = int(space) << 30 if space.isdigit() else DEFAULT_KV_CACHE_BYTES
-    return weights + kv_bytes + ENGINE_OVERHEAD_BYTES
+    return weights + kv_bytes * ranks.workers + ENGINE_OVERHEAD_BYTES + WORKER_OVERHEAD_BYTES * (ranks.workers - 1)
 
 
 def weight_bytes(folder: Path, dtype: str | None) -> int:
@@ -190,15 +226,30 @@ def weight_bytes(folder: Path, dtype: str | None) -> int:
     return total
 
 
+def expert_share(folder: Path) -> float:
+    """The part of the weights in *folder* that is in experts: 0 to 1."""
+    sizes = {True: 0, False: 0}
+    for path in folder.glob("*.safetensors"):
+        for name, entry in _tensors(path).items():
+            first, end = entry["data_offsets"]
+            sizes[".experts." in name] += end - first
+    return sizes[True] / (sum(sizes.values()) or 1)
+
+
 def _stored_dtype(path: Path) -> str:
-    """The type of the first tensor of a safetensors file, from its header (8 bytes of length, then JSON)."""
+    """The type of the first tensor of a safetensors file."""
+    return next((str(entry["dtype"]) for entry in _tensors(path).values()), "")
+
+
+def _tensors(path: Path) -> dict[str, dict[str, Any]]:
+    """What the header of a safetensors file (8 bytes of length, then JSON) says of each tensor."""
     with path.open("rb") as handle:
         try:
             (length,) = struct.unpack("<Q", handle.read(8))
             header = json.loads(handle.read(min(length, 100_000_000)))
         except (struct.error, ValueError):
-            return ""
-    return next((str(entry["dtype"]) for name, entry in header.items() if name != "__metadata__"), "")
+            return {}
+    return {name: entry for name, entry in header.items() if name != "__metadata__"}
 
 
 def available_bytes() -> int:

@@ -26,7 +26,7 @@ from baton.proxy.admission import Gate
 from baton.proxy.beat import Beats
 from baton.proxy.client_tickets import Signer
 from baton.proxy.deliver import ToClient
-from baton.proxy.door import Keys, Origins, carried
+from baton.proxy.door import Keys, Origins, carried, decode_rank
 from baton.proxy.errors import JSON, ProxyError, StreamFailed, error_event
 from baton.proxy.fleet import Fleet, NoInstance
 from baton.proxy.journey import EngineRefusal, Journey, State, Times, Way, prefill_alone
@@ -326,6 +326,7 @@ class Proxy:
         """
         way = self.way
         # read
+        journey.decode_headers = decode_rank(journey.request)
         turns = self.turns
         said: dict[str, Any] | None = None if turns is None else {}
         journey.body, journey.raw = read_body(journey.request, said)

@@ -8,8 +8,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from baton.http import Header, Request
+from baton.proxy.errors import ProxyError
 
 _FORWARDED = frozenset((b"authorization", b"traceparent", b"tracestate"))
+_RANK = b"x-data-parallel-rank"
 _ALLOWED_METHODS = b"GET, POST, OPTIONS"
 _PREFLIGHT_SECONDS = b"600"
 _EXPOSED = b"x-request-id, x-baton-prefill, x-baton-decode, retry-after"
@@ -76,6 +78,24 @@ def carried(request: Request, engine_key: bytes | None, own_keys: bool) -> list[
         # Anthropic's clients say it so; engines know only the other way.
         made.append((b"authorization", b"Bearer " + key))
     return made
+
+
+def decode_rank(request: Request) -> list[Header]:
+    """The header by which a client names the data parallel rank that is to decode, for the decode leg alone.
+
+    The engine knows how many ranks it has and refuses a number beyond them. It would take no notice of what is no
+    number (vllm 0.32, entrypoints/generate/base/serving.py).
+
+    Raises:
+        ProxyError: 400, it is no whole number.
+    """
+    value = request.header(_RANK)
+    if value is None:
+        return []
+    if not value.isdigit():
+        shown = value[:40].decode("latin-1")
+        raise ProxyError(400, f"X-data-parallel-rank {shown!r} is not a whole number of 0 or more")
+    return [(_RANK, value)]
 
 
 def _digest(key: bytes) -> bytes:

@@ -88,6 +88,7 @@ class Journey:
         request_id: the proxy's own, on both legs.
         headers: what both legs carry besides the body.
         answer_headers: what the client's answer carries in any case.
+        decode_headers: what the decode leg alone carries.
         times: when it passed each mark.
         state: where it is; never goes back.
         prefill, decode: the instances, once they are chosen.
@@ -107,6 +108,7 @@ class Journey:
     headers: list[Header]
     answer_headers: list[Header]
     times: Times
+    decode_headers: Sequence[Header] = ()
     state: State = State.RECEIVED
     prefill: ProxyInstance | None = None
     decode: ProxyInstance | None = None
@@ -122,7 +124,18 @@ class Journey:
         request_id = b"%b-%d" % (self.request_id, part.index)
         headers = [(name, request_id if name == b"x-request-id" else value) for name, value in self.headers]
         raw = legs.written(part.body)
-        return Journey(self.request, self.rules, part.body, raw, request_id, headers, [], self.times, span=self.span)
+        return Journey(
+            self.request,
+            self.rules,
+            part.body,
+            raw,
+            request_id,
+            headers,
+            [],
+            self.times,
+            self.decode_headers,
+            span=self.span,
+        )
 
     def answer_head(self, engines: list[Header]) -> list[Header]:
         """Headers of an engine's answer to the client, with the instances used."""
@@ -266,7 +279,7 @@ def decode_leg(journey: Journey, way: Way, ticket: Ticket | None, linger_seconds
         journey.turn.sent_to(journey.decode)
     body = legs.decode_body(raw, ticket, keep_blocks=journey.turn is not None)
     journey.times.decode_sent = time.monotonic()
-    return open_leg(journey, way, journey.decode, body, linger_seconds), scored
+    return open_leg(journey, way, journey.decode, body, linger_seconds, added=journey.decode_headers), scored
 
 
 def note_without_ticket(journey: Journey, way: Way) -> None:
