@@ -17,6 +17,7 @@ from baton.cluster import Cluster
 from baton.launch.commands import DEFAULT_KV_CACHE_BYTES, Command, flag_value
 from baton.launch.devices import EngineInstall
 from baton.launch.plan import port_owners
+from baton.launch.speculative import check_speculative
 
 ENGINE_OVERHEAD_BYTES = 1_600_000_000
 """What an engine's three forked processes take beside weights and KV cache (docs/performance.md)."""
@@ -71,6 +72,7 @@ def check_cluster(
 ) -> list[Problem]:
     """What would stop any process of *cluster* from starting."""
     problems = check_install(install)
+    problems += [Problem(what, words=True) for what in check_speculative(cluster)]
     owners = port_owners(cluster)
     problems += check_ports([(cluster.proxy_host, port, owner) for port, owner in owners.items()])
     if install.device == "cpu" and local_model:
