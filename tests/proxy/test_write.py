@@ -89,6 +89,7 @@ def test_both_legs_go_out_at_once_and_meet(path: str, streamed: bool) -> None:
             "do_remote_decode": False,
             "remote_engine_id": "e0",
             "remote_request_id": made.decode[0].headers[0]["x-request-id"],
+            "keep_blocks": False,
             "remote_host": "127.0.0.1",
             "remote_port": 5559,
             "tp_size": 1,

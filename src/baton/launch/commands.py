@@ -160,7 +160,7 @@ def side_channel(request: EngineRequest, environ: Mapping[str, str]) -> tuple[st
         LaunchError: two of them name different ports, or one is no port.
     """
     host = request.side_channel_host or environ.get(SIDE_CHANNEL_HOST) or "127.0.0.1"
-    in_config = _json_flag(request.vllm_args, "--additional-config").get("nixl_side_channel_port")
+    in_config = json_flag(request.vllm_args, "--additional-config").get("nixl_side_channel_port")
     if in_config is not None and request.side_channel_port not in (None, in_config):
         raise LaunchError(
             f"--side-channel-port {request.side_channel_port} and nixl_side_channel_port {in_config!r} in "
@@ -221,7 +221,12 @@ def _int_flag(args: Sequence[str], name: str) -> int | None:
     return int(text)
 
 
-def _json_flag(args: Sequence[str], name: str) -> dict[str, Any]:
+def json_flag(args: Sequence[str], name: str) -> dict[str, Any]:
+    """The JSON object that flag *name* holds; empty when absent.
+
+    Raises:
+        LaunchError: it holds something else.
+    """
     text = flag_value(args, name)
     if text is None:
         return {}
@@ -238,7 +243,7 @@ def _transfer_config(request: EngineRequest, install: EngineInstall) -> dict[str
     """The engine's kv_transfer_config: ours, with what the user's own adds."""
     if any(word.startswith("--kv-transfer-config.") for word in request.vllm_args):
         raise LaunchError("give --kv-transfer-config as one JSON object: Baton adds the role to it")
-    asked = given = _json_flag(request.vllm_args, "--kv-transfer-config")
+    asked = given = json_flag(request.vllm_args, "--kv-transfer-config")
     role = given.get("kv_role", request.role.kv_role)
     if role not in (request.role.kv_role, "kv_both"):
         raise LaunchError(

@@ -23,6 +23,7 @@ from baton.launch.model_config import read_config
 from baton.launch.plan import port_claims
 from baton.launch.problem import Problem
 from baton.launch.shapes import experts_problem, ranks_of, side_channels
+from baton.launch.speculative import check_speculative
 
 ENGINE_OVERHEAD_BYTES = 1_600_000_000
 """What an engine's three forked processes take beside weights and KV cache (docs/performance.md)."""
@@ -80,6 +81,7 @@ def check_cluster(
     problems += check_shape(commands, install, local_model=local_model)
     if local_model:
         problems += check_experts(commands, install)
+    problems += [Problem(what, words=True) for what in check_speculative(cluster)]
     problems += check_roles(cluster, commands)
     problems += check_fits(cluster, commands, install.device)
     problems += check_ports(port_claims(cluster))
