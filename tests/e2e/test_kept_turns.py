@@ -22,7 +22,7 @@ TOKENS_OUT = 12
 @pytest.fixture(scope="module")
 def keeping(logs: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     model = tiny.llama(tmp_path_factory.mktemp("llama"))
-    with cluster("turns", model, logs, prefill=(KEEPS,), decode=(KEEPS,)) as made:
+    with cluster("turns", model, logs, prefill=(KEEPS,), decode=(KEEPS,), proxy=("--turns",)) as made:
         yield made
 
 
@@ -77,6 +77,29 @@ def test_five_turns_pull_what_they_share_and_answer_as_one_server(keeping: Clust
         assert eventually(lambda before=before: pulled(keeping) - before, shared) == shared  # type: ignore[misc]
         shared = held + TOKENS_OUT - 1  # the last token of an answer has no KV cache yet; all before it has
         prompt = [*prompt, *made, *tokens(20, 100 + turn)]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_five_turns_through_the_proxy(keeping: Cluster, stream: bool) -> None:
+    """A conversation by its name."""
+    used = keeping.proxy.metric("baton_turns_used_total")
+    prompt, shared = tokens(70, 11 + stream), 0
+    for turn in range(5):
+        before = pulled(keeping)
+        body = {"model": MODEL, "prompt": prompt, "temperature": 0, "ignore_eos": True, "max_tokens": TOKENS_OUT}
+        code, _, raw = post(
+            f"{keeping.proxy.url}/v1/completions",
+            {**body, "stream": stream, "return_token_ids": True},
+            {"X-Session-ID": f"talk-{stream}"},
+        )
+        assert code == 200, raw
+        assert b"remote_" not in raw
+        choices = [chunk["choices"][0] for chunk in (events(raw) if stream else [json.loads(raw)])]
+        assert "".join(each["text"] for each in choices) == one_servers(keeping, prompt)
+        assert eventually(lambda before=before: pulled(keeping) - before, shared) == shared  # type: ignore[misc]
+        shared = len(prompt) + TOKENS_OUT - 1
+        prompt = [*prompt, *(token for each in choices for token in each["token_ids"]), *tokens(20, 200 + turn)]
+    assert keeping.proxy.metric("baton_turns_used_total") - used == 4
 
 
 @pytest.mark.parametrize("edited", [0, BLOCK, 2 * BLOCK + 5, 3 * BLOCK - 1])

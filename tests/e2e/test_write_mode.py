@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import socket
 import time
 import urllib.request
@@ -19,7 +20,18 @@ import pytest
 from tests.e2e import tiny
 from tests.e2e.engines import Server, post
 from tests.e2e.test_hand_off import ASK
-from tests.e2e.topology import MODEL, Cluster, Engine, answers, cluster, eventually, prompts, reference, used_kv
+from tests.e2e.topology import (
+    MODEL,
+    Cluster,
+    Engine,
+    answers,
+    check,
+    cluster,
+    eventually,
+    prompts,
+    reference,
+    used_kv,
+)
 
 PUSH = Engine(("--transfer-mode", "write"))
 
@@ -81,6 +93,36 @@ def test_either_leg_may_come_first(pushing: Cluster, late: str) -> None:
     prompt = prompts()["129 tokens"]
     (expected,) = answers(pushing.decode[0].url, {"": prompt}).values()
     assert both(pushing, prompt, late) == expected
+    assert eventually(lambda: used(pushing), 0.0, 20.0) == 0.0
+
+
+def test_the_text_is_one_servers_through_the_proxy(pushing: Cluster) -> None:
+    """The proxy has asked the engines what they are: nobody told it of write mode."""
+    asked = prompts()
+    check(pushing, reference(pushing.decode[0], asked), asked)
+    assert pushing.proxy.metric("baton_prefill_without_ticket_total") == 0
+    assert pushing.prefill[0].metric("vllm:nixl_num_kv_expired_reqs_total") == 0
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "abcdefgh" * 9}], "max_tokens": 8}),
+        ("/v1/responses", {"input": "abcdefgh" * 9, "max_output_tokens": 8}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "abcdefgh" * 9}], "max_tokens": 8}),
+    ],
+)
+def test_the_legs_of_every_endpoint_meet(pushing: Cluster, path: str, body: dict[str, Any]) -> None:
+    """Each has its own way to the id by which engines match them."""
+    made = []
+    for server in (pushing.decode[0], pushing.proxy):
+        code, _, raw = post(f"{server.url}{path}", {"model": MODEL, "temperature": 0, **body})
+        assert code == 200, raw
+        value = json.loads(raw)
+        made.append([value.get("choices") or value.get("content") or value["output"][-1]["content"]])
+    texts = [re.findall(r"'(?:content|text)': '([^']*)'", str(each)) for each in made]
+    assert texts[0]
+    assert texts[0] == texts[1]
     assert eventually(lambda: used(pushing), 0.0, 20.0) == 0.0
 
 

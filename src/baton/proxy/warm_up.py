@@ -243,7 +243,7 @@ async def hand_over(way: Way, prefill: ProxyInstance, decode: ProxyInstance, hea
         raise Failed(f"{prefill.id} gave no ticket: is it started as a prefill server, with a KV connector?")
 
     # decode
-    pieces = legs.decode_body(legs.written(body), ticket)
+    pieces = legs.decode_body(legs.written(body), ticket, keep_blocks=False)
     async with way.upstream.post(decode, PATH.encode(), both, pieces, linger_seconds=LINGER_SECONDS) as response:
         good(decode, await read_answer(response))
 
