@@ -51,10 +51,16 @@ def test_two_that_differ_are_refused_by_both_names(asked: Transport, given: dict
 
 
 def test_transports_of_ucx_go_to_its_variable() -> None:
-    assert environ(Transport(ucx_tls="tcp,self"), {}) == {"UCX_TLS": "tcp,self"}
-    assert environ(Transport(), {}) == {}
+    assert environ(Transport(ucx_tls="tcp,self"), {}, "accelerator", {}) == {"UCX_TLS": "tcp,self"}
+    assert environ(Transport(), {}, "accelerator", {}) == {}
     with pytest.raises(LaunchError, match="--ucx-tls tcp is for backend UCX, and this engine uses LIBFABRIC"):
-        environ(Transport(ucx_tls="tcp"), {"backends": ["LIBFABRIC"]})
+        environ(Transport(ucx_tls="tcp"), {"backends": ["LIBFABRIC"]}, "cpu", {})
+
+
+def test_on_cpu_ucx_leaves_out_shared_memory_unless_the_environment_says_otherwise() -> None:
+    assert environ(Transport(), {}, "cpu", {}) == {"UCX_TLS": "^posix,sysv"}
+    assert environ(Transport(), {}, "cpu", {"UCX_TLS": "all"}) == {}
+    assert environ(Transport(), {"backends": ["LIBFABRIC"]}, "cpu", {}) == {}
 
 
 def test_an_engine_starts_with_what_was_asked() -> None:

@@ -17,7 +17,7 @@ def add_transport(parser: Parser) -> None:
     parser.add_argument(
         "--ucx-tls",
         metavar="LIST",
-        help="UCX's transports, such as tcp,cma,self (default: $UCX_TLS, else UCX chooses)",
+        help="UCX's transports, such as tcp,cma,self (default: $UCX_TLS, else all but posix and sysv on CPU)",
     )
     parser.add_argument(
         "--nixl-threads",

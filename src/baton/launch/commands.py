@@ -110,7 +110,8 @@ def engine_command(
         if flag_value(args, name) is None and not _negated(args, name):
             flags += [name] if value is None else [name, value]
     return Command(
-        environ=_environ(request, model, install, environ) | transports.environ(request.transport, extra),
+        environ=_environ(request, model, install, environ)
+        | transports.environ(request.transport, extra, install.device, environ),
         argv=(
             sys.executable,
             "-m",

@@ -12,6 +12,8 @@ from baton.cluster import TransferBackend, Transport
 from baton.launch.errors import LaunchError
 
 UCX_TLS = "UCX_TLS"
+CPU_TLS = "^posix,sysv"
+"""On CPU: all but shared memory, in pieces of which UCX would move a part of what cross-memory attach moves faster."""
 CPU_THREADS = 1
 """Of NIXL, on CPU: vLLM's 4 poll on cores that compute, and move nothing faster (docs/performance.md)."""
 
@@ -45,22 +47,28 @@ def extra_config(asked: Transport, given: Mapping[str, Any], device: str) -> dic
     return {**ours, **given}
 
 
-def environ(asked: Transport, config: Mapping[str, Any]) -> dict[str, str]:
+def environ(asked: Transport, config: Mapping[str, Any], device: str, given: Mapping[str, str]) -> dict[str, str]:
     """The variables that the backends read.
 
     Args:
         asked: our flags.
         config: kv_connector_extra_config as it will be.
+        device: ``cpu`` or ``accelerator``.
+        given: the caller's environment; what stands there wins over our default.
 
     Raises:
         LaunchError: transports of UCX for an engine that doesn't use it.
     """
-    if asked.ucx_tls is None:
-        return {}
     backends = config.get("backends", [str(TransferBackend.UCX)])
     if str(TransferBackend.UCX) not in backends:
-        raise LaunchError(f"--ucx-tls {asked.ucx_tls} is for backend UCX, and this engine uses {', '.join(backends)}")
-    return {UCX_TLS: asked.ucx_tls}
+        if asked.ucx_tls is not None:
+            raise LaunchError(
+                f"--ucx-tls {asked.ucx_tls} is for backend UCX, and this engine uses {', '.join(backends)}"
+            )
+        return {}
+    if asked.ucx_tls is not None:
+        return {UCX_TLS: asked.ucx_tls}
+    return {UCX_TLS: CPU_TLS} if device == "cpu" and UCX_TLS not in given else {}
 
 
 def _check_backends(given: Any) -> None:
