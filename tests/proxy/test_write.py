@@ -437,8 +437,8 @@ def test_a_prefill_server_that_answers_as_another_is_asked_again_what_it_is() ->
     async def test(made: House, push: Pushing) -> None:
         assert made.prefill[0].asked == 1
         push.starts = "-again"
-        await ask(made)
         made.prefill[0].about = about("e0-again", "kv_producer", tp_size=2)
+        await ask(made)
         await until(lambda: made.prefill[0].asked == 2)
         await until(lambda: made.proxy.fleet.pools[P][0].info.tp_size == 2)  # type: ignore[union-attr]
         assert made.decode[0].asked == 1
