@@ -3,7 +3,7 @@
 Two prefill and two decode servers of a tiny model. Each has answered a request by itself before, so that what is
 measured is the pair's own: two pairs are met by a client first, the two others by the warm-up.
 
-    python bench/handshake.py [--logs DIR]
+    python -m bench.handshake [--logs DIR]
 """
 
 from __future__ import annotations

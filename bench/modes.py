@@ -3,7 +3,7 @@
 A pair of engines in each mode, prefill servers on the first core and decode servers on the last; one client, random
 prompts, the modes in turn, medians. `bench/write_mode.py` shows the same with fake engines whose times are known.
 
-    python bench/modes.py [--rounds 7] [--logs DIR]
+    python -m bench.modes [--rounds 7] [--logs DIR]
 """
 
 from __future__ import annotations

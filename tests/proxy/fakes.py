@@ -239,14 +239,14 @@ def with_house(test: Callable[[House], Awaitable[None]], **options: Any) -> None
     asyncio.run(go())
 
 
-async def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+async def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     """Wait for *condition*, and fail when it does not come true."""
     async with asyncio.timeout(seconds):
         while not condition():
             await asyncio.sleep(0.005)
 
 
-async def settled(value: Callable[[], int], seconds: float = 10.0) -> int:
+async def settled(value: Callable[[], int], seconds: float = 60.0) -> int:
     """*value* once it has stood still, and fail when it never does."""
     async with asyncio.timeout(seconds):
         last, same = value(), 0
