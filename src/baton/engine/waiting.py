@@ -7,13 +7,13 @@ shared machine is taken from the very server that is waited for.
 from __future__ import annotations
 
 SHORTEST_SECONDS = 0.0005
-LONGEST_SECONDS = 0.01
-SHARE = 0.02
+LONGEST_SECONDS = 0.025
+SHARE = 0.05
 """Of the time waited so far: what a nap may add to it."""
 
 
 class Naps:
-    """Naps that grow with the wait: they add a fiftieth to it, and at most 10 ms."""
+    """Naps that grow with the wait: they add a twentieth to it, and at most 25 ms."""
 
     def __init__(self) -> None:
         self._since: float | None = None
