@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from vllm.platforms.cpu import CpuPlatform
 
+from baton.engine import drafts
 from baton.engine.settings import EngineSettings
 
 if TYPE_CHECKING:
@@ -34,6 +35,9 @@ class BatonCpuPlatform(CpuPlatform):
                 f"--enable-expert-parallel on CPU spreads unquantized experts only, and those of {model.model} are "
                 f"quantized ({model.quantization}): drop the flag, or serve a model that is not quantized"
             )
+
+        if vllm_config.speculative_config is not None and vllm_config.parallel_config.data_parallel_size > 1:
+            drafts.mend()
 
     @classmethod
     def get_device_communicator_cls(cls) -> str:
