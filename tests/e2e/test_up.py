@@ -129,6 +129,17 @@ def test_a_newcomer_sees_an_answer_and_what_moved(ups: list[Up], tmp_path: Path)
     assert up.left_behind() == NOTHING
 
 
+def test_in_write_mode_a_newcomer_sees_as_much(ups: list[Up], tmp_path: Path) -> None:
+    up = Up(tmp_path, "--transfer-mode", "write", "--prompt", "Count the number 1, 2, 3", "--max-tokens", "12")
+    ups.append(up)
+    up.wait_for("loading weights")
+    assert up.end() == 0, up.err.read_text()
+    out = up.out.read_text()
+    assert "Count the number 1, 2, 3, 4, 5, 6" in out
+    assert f"prefill by P0, decode by D0; {CPU_BLOCK * KV_BYTES_A_TOKEN:,} bytes of KV cache moved" in out
+    assert up.left_behind() == NOTHING
+
+
 def test_it_stays_until_stopped_and_its_curl_line_works(ups: list[Up], tmp_path: Path) -> None:
     up = Up(tmp_path)
     ups.append(up)

@@ -134,7 +134,7 @@ def reference(server: Server, asked: Mapping[str, Sequence[int]]) -> dict[str, s
     return made
 
 
-def eventually(read: Callable[[], Any], expected: Any, seconds: float = 60.0) -> Any:
+def eventually(read: Callable[[], Any], expected: Any, seconds: float = 120.0) -> Any:
     """*read* once it gives *expected*, or what it gives in the end: engines publish counters late."""
     deadline = time.monotonic() + seconds
     while (value := read()) != expected and time.monotonic() < deadline:

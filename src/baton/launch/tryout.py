@@ -9,7 +9,7 @@ from collections.abc import Callable
 import aiohttp
 import orjson
 
-from baton.cluster import Cluster, Role
+from baton.cluster import Cluster
 from baton.launch.probe import counter_sum, url_of
 
 NIXL_BYTES = "vllm:nixl_bytes_transferred_sum"
@@ -62,8 +62,8 @@ async def _ask(cluster: Cluster, model: str, prompt: str, max_tokens: int, show:
 
 
 async def moved_bytes(cluster: Cluster) -> float:
-    """Bytes that all decode servers have pulled so far, by their own counters."""
-    return sum([await counter_sum(each.host, each.port, NIXL_BYTES) for each in cluster.of_role(Role.DECODE)])
+    """Bytes that all engines have moved so far, by their own counters: whoever moves them counts."""
+    return sum([await counter_sum(each.host, each.port, NIXL_BYTES) for each in cluster.instances])
 
 
 async def _moved_since(cluster: Cluster, before: float) -> float:
