@@ -11,7 +11,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -149,3 +149,11 @@ def generate_all(url: str, bodies: Mapping[str, Mapping[str, Any]], at_once: int
     names: Iterable[str] = list(bodies)
     with ThreadPoolExecutor(at_once) as pool:
         return dict(zip(names, pool.map(lambda name: generate(url, bodies[name]), names), strict=True))
+
+
+def eventually(read: Callable[[], Any], expected: Any, seconds: float = 120.0) -> Any:
+    """*read* once it gives *expected*, or what it gives in the end: engines publish counters late."""
+    deadline = time.monotonic() + seconds
+    while (value := read()) != expected and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return value

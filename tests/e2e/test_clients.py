@@ -19,9 +19,8 @@ import pytest
 from tests.e2e import prompts, sdk
 from tests.e2e.clients import curl, curl_words, guidellm, make_venv, posting, run, vllm_bench
 from tests.e2e.conftest import MODEL, Pair
-from tests.e2e.engines import Server, events, post
+from tests.e2e.engines import Server, events, eventually, post
 from tests.e2e.sdk import CHOICES, ENDLESS, USAGE, WITHOUT_END, Weather, chat, completion, text_of
-from tests.e2e.test_hand_off import settled
 
 N = prompts.TOKENS_OUT
 
@@ -162,8 +161,8 @@ def test_a_client_that_leaves_its_stream_stops_the_engines(
 ) -> None:
     before = gone(pair)
     leave(pair.proxy)
-    assert settled(lambda: gone(pair), before + 1) == before + 1
-    assert settled(lambda: unfinished(pair), 0) == 0
+    assert eventually(lambda: gone(pair), before + 1) == before + 1
+    assert eventually(lambda: unfinished(pair), 0) == 0
     assert client.completions.create(**completion(prompts.TEXTS[1])).choices[0].text == reference["text-1"]
 
 
@@ -277,10 +276,10 @@ def test_curl_sees_the_first_token_long_before_the_last(pair: Pair) -> None:
     with subprocess.Popen(curl_words(*words), stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline().startswith("data: {")
-        assert settled(lambda: pair.decode.metric("vllm:num_requests_running"), 1) == 1
+        assert eventually(lambda: pair.decode.metric("vllm:num_requests_running"), 1) == 1
         process.terminate()
-    assert settled(lambda: gone(pair), before + 1) == before + 1
-    assert settled(lambda: unfinished(pair), 0) == 0
+    assert eventually(lambda: gone(pair), before + 1) == before + 1
+    assert eventually(lambda: unfinished(pair), 0) == 0
 
 
 def test_curl_keeps_its_connection_from_request_to_request(pair: Pair) -> None:
@@ -335,7 +334,7 @@ def test_vllm_bench_serve_counts_no_failure(pair: Pair, model_path: Path, tmp_pa
         assert result["errors"] == [""] * 8
         assert (result["completed"], result["failed"], result["output_lens"]) == (8, 0, [8] * 8)
         assert result["total_output_tokens"] == 64
-    assert settled(lambda: made_by_decode(pair) - before, 128) == 128
+    assert eventually(lambda: made_by_decode(pair) - before, 128) == 128
 
 
 @pytest.fixture(scope="session")
@@ -352,4 +351,4 @@ def test_guidellm_counts_no_error(pair: Pair, model_path: Path, tmp_path: Path) 
     totals = result["metrics"]["request_totals"]
     assert totals == {"successful": 4, "errored": 0, "incomplete": 0, "total": 4}
     assert [each["output_metrics"]["text_tokens"] for each in result["requests"]["successful"]] == [8] * 4
-    assert settled(lambda: made_by_decode(pair) - before, 32) == 32
+    assert eventually(lambda: made_by_decode(pair) - before, 32) == 32

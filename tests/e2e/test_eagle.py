@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.engines import BATON, Server, start
-from tests.e2e.topology import BLOCK, Cluster, Engine, answers, check, cluster, eventually, reference, used_kv
+from tests.e2e.engines import BATON, Server, eventually, start
+from tests.e2e.topology import BLOCK, Cluster, Engine, answers, check, cluster, reference, used_kv
 from tests.ports import free_ports
 
 MODELS = Path(__file__).parent / "eagle"

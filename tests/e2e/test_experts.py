@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e import tiny
-from tests.e2e.engines import Server, post
+from tests.e2e.engines import Server, eventually, post
 from tests.e2e.topology import (
     MODEL,
     TOKENS_OUT,
@@ -17,7 +17,6 @@ from tests.e2e.topology import (
     Engine,
     check,
     cluster,
-    eventually,
     prompts,
     reference,
     used_kv,

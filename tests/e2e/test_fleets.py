@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.e2e import tiny
-from tests.e2e.engines import post
-from tests.e2e.topology import BLOCK, MODEL, Cluster, Engine, check, cluster, eventually, prompts, reference
+from tests.e2e.engines import eventually, post
+from tests.e2e.topology import BLOCK, MODEL, Cluster, Engine, check, cluster, prompts, reference
 
 BLOCK_BYTES = BLOCK * 4 * 2 * 4 * 32 * 4
 """Tokens x layers x (K and V) x KV heads x head size x bytes."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,7 @@ import pytest
 
 from tests.e2e import prompts
 from tests.e2e.conftest import MODEL, Pair
-from tests.e2e.engines import BLOCK, KV_BYTES_A_TOKEN, events, generate, generate_all, post
+from tests.e2e.engines import BLOCK, KV_BYTES_A_TOKEN, events, eventually, generate, generate_all, post
 
 ASK = {
     "do_remote_decode": True,
@@ -54,14 +52,6 @@ def test_the_text_is_the_one_servers_cached(
     assert got == {case.name: reference[case.name] for case in chosen}
 
 
-def settled(read: Callable[[], float], expected: float, seconds: float = 60.0) -> float:
-    """*read* once it gives *expected*, or what it gives in the end: engines publish counters late."""
-    deadline = time.monotonic() + seconds
-    while (value := read()) != expected and time.monotonic() < deadline:
-        time.sleep(0.1)
-    return value
-
-
 @pytest.mark.parametrize("length", [1, BLOCK - 1, BLOCK, BLOCK + 1, 5 * BLOCK + 7])
 def test_the_kv_cache_really_moved(pair: Pair, length: int) -> None:
     """D's external hits are the prompt, its bytes what the model's shape gives, and P made one token, discarded."""
@@ -90,7 +80,7 @@ def test_the_kv_cache_really_moved(pair: Pair, length: int) -> None:
         "prompt on P": float(length),
     }
     got = {
-        name: settled(lambda name=name: counters()[name] - before[name], value)  # type: ignore[misc]
+        name: eventually(lambda name=name: counters()[name] - before[name], value)  # type: ignore[misc]
         for name, value in expected.items()
     }
     assert got == expected

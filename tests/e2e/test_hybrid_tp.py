@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from tests.e2e import tiny
-from tests.e2e.engines import Server, post
-from tests.e2e.topology import MODEL, Cluster, Engine, answer, cluster, eventually, prompts, reference, used_kv
+from tests.e2e.engines import Server, eventually, post
+from tests.e2e.topology import MODEL, Cluster, Engine, answer, cluster, prompts, reference, used_kv
 
 LEASE_SECONDS = 30.0
 """vLLM's: after it, blocks of a prefill rank that nobody told come back all the same."""

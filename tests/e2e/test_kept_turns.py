@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from tests.e2e import tiny
-from tests.e2e.engines import events, post
+from tests.e2e.engines import events, eventually, post
 from tests.e2e.test_hand_off import ASK
-from tests.e2e.topology import BLOCK, MODEL, Cluster, Engine, answer, cluster, eventually, used_kv
+from tests.e2e.topology import BLOCK, MODEL, Cluster, Engine, answer, cluster, used_kv
 
 KEEPS = Engine(("--bidirectional-kv", "--remote-pull-threshold", "1"))
 TOKENS_OUT = 12

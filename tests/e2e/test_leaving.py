@@ -9,8 +9,7 @@ import aiohttp
 
 from tests.e2e import prompts
 from tests.e2e.conftest import MODEL, Pair
-from tests.e2e.engines import generate
-from tests.e2e.test_hand_off import settled
+from tests.e2e.engines import eventually, generate
 
 CLIENTS = 60
 LEASE_SECONDS = 30.0
@@ -50,12 +49,12 @@ def test_clients_that_leave_at_any_moment_leave_no_block_behind(pair: Pair) -> N
         return pair.prefill.metric("vllm:kv_cache_usage_perc")
 
     # Other tests may have left a ticket unused: its blocks are free after the lease.
-    assert settled(pinned, 0.0, 4 * LEASE_SECONDS) == 0.0
+    assert eventually(pinned, 0.0, 4 * LEASE_SECONDS) == 0.0
     asyncio.run(storm())
     # Within twenty seconds of the last one: what is stranded stays for thirty.
     for server in (pair.prefill, pair.decode):
         for gauge in ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"):
-            left = settled(lambda gauge=gauge, server=server: server.metric(gauge), 0.0, 2 * LEASE_SECONDS / 3)  # type: ignore[misc]
+            left = eventually(lambda gauge=gauge, server=server: server.metric(gauge), 0.0, 2 * LEASE_SECONDS / 3)  # type: ignore[misc]
             assert left == 0.0, (server.name, gauge)
     assert pair.proxy.metric("baton_in_flight") == 0
     assert pair.proxy.metric("baton_active_requests") == 0

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.e2e import libfabric, tiny
-from tests.e2e.topology import Cluster, Engine, check, cluster, eventually, prompts, reference
+from tests.e2e.engines import eventually
+from tests.e2e.topology import Cluster, Engine, check, cluster, prompts, reference
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from tests.e2e import tiny
-from tests.e2e.engines import Server, post
+from tests.e2e.engines import Server, eventually, post
 from tests.e2e.test_hand_off import ASK
 from tests.e2e.topology import (
     MODEL,
@@ -27,7 +27,6 @@ from tests.e2e.topology import (
     answers,
     check,
     cluster,
-    eventually,
     prompts,
     reference,
     used_kv,

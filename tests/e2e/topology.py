@@ -5,15 +5,15 @@ from __future__ import annotations
 import contextlib
 import json
 import random
-import time
+import socket
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.e2e.engines import BATON, START_SECONDS, Server, post, start
+from tests.e2e.engines import BATON, START_SECONDS, Server, eventually, generate, generate_all, start
 from tests.ports import free_ports
 
 BLOCK = 32
@@ -100,8 +100,6 @@ def _free_range(count: int) -> int:
     while True:
         first = free_ports(1)[0]
         with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
-            import socket
-
             for port in range(first, first + count):
                 stack.enter_context(socket.create_server(("127.0.0.1", port)))
             return first
@@ -115,16 +113,16 @@ def prompts(seed: int = 1) -> dict[str, list[int]]:
 
 def answer(url: str, prompt: Sequence[int], **more: Any) -> str:
     """The greedy answer to one prompt, as text of its token ids' letters."""
-    body = {"model": MODEL, "prompt": list(prompt), "max_tokens": TOKENS_OUT, "temperature": 0, "ignore_eos": True}
-    code, _, raw = post(f"{url}/v1/completions", {**body, **more})
-    assert code == 200, raw[:1000]
-    return str(json.loads(raw)["choices"][0]["text"])
+    return generate(url, _asking(prompt, **more))
 
 
 def answers(url: str, asked: Mapping[str, Sequence[int]], at_once: int = 1, **more: Any) -> dict[str, str]:
     """The answers to many prompts, *at_once* under way at a time, by name."""
-    with ThreadPoolExecutor(at_once) as pool:
-        return dict(zip(asked, pool.map(lambda prompt: answer(url, prompt, **more), asked.values()), strict=True))
+    return generate_all(url, {name: _asking(prompt, **more) for name, prompt in asked.items()}, at_once)
+
+
+def _asking(prompt: Sequence[int], **more: Any) -> dict[str, Any]:
+    return {"model": MODEL, "prompt": list(prompt), "max_tokens": TOKENS_OUT, "ignore_eos": True, **more}
 
 
 def reference(server: Server, asked: Mapping[str, Sequence[int]]) -> dict[str, str]:
@@ -132,14 +130,6 @@ def reference(server: Server, asked: Mapping[str, Sequence[int]]) -> dict[str, s
     made = answers(server.url, asked)
     assert len(set(made.values())) > len(made) // 2, f"the model hardly listens to its prompts: {made}"
     return made
-
-
-def eventually(read: Callable[[], Any], expected: Any, seconds: float = 120.0) -> Any:
-    """*read* once it gives *expected*, or what it gives in the end: engines publish counters late."""
-    deadline = time.monotonic() + seconds
-    while (value := read()) != expected and time.monotonic() < deadline:
-        time.sleep(0.1)
-    return value
 
 
 def used_kv(servers: Sequence[Server]) -> float:
