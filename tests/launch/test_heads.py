@@ -7,8 +7,9 @@ import pytest
 
 from baton.cluster import Role
 from baton.launch import Command, EngineInstall, PlanRequest, Problem, check_cluster, check_engine, plan
-from baton.launch.heads import block_problem, heads_problem, sizes_problem, tensor_parallel_size
+from baton.launch.heads import block_problem, heads_problem, sizes_problem
 from baton.launch.model_config import read_config
+from baton.launch.shapes import ranks_of
 
 SMOLLM2 = {"num_attention_heads": 9, "num_key_value_heads": 3}
 GQA = {"num_attention_heads": 8, "num_key_value_heads": 2}
@@ -67,7 +68,7 @@ def test_other_blocks_are_refused_by_value(size: str) -> None:
     [((), 1), (("--tensor-parallel-size", "4"), 4), (("--tensor-parallel-size=2",), 2), (("-tp", "3"), 3)],
 )
 def test_the_tensor_parallel_size_is_found_as_vllm_spells_it(args: tuple[str, ...], size: int) -> None:
-    assert tensor_parallel_size(args) == size
+    assert ranks_of(args).tensor == size
 
 
 def test_the_text_part_of_a_multimodal_config_counts(tmp_path: Path) -> None:

@@ -14,12 +14,6 @@ CPU_BLOCK = 32
 """Tokens: attention on CPU takes blocks of a multiple of it (vllm 0.32, v1/attention/backends/cpu_attn.py)."""
 
 
-def tensor_parallel_size(args: Sequence[str]) -> int:
-    """The ranks that share one copy of the model; 1 unless *args* says otherwise with a whole number."""
-    text = flag_value(args, "--tensor-parallel-size") or flag_value(args, "-tp") or "1"
-    return int(text) if text.isdigit() and int(text) > 0 else 1
-
-
 def heads_problem(config: Mapping[str, Any], ranks: int) -> str | None:
     """Why the heads of a model cannot be shared out among *ranks*, or None.
 

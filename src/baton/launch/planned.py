@@ -15,6 +15,7 @@ from typing import Any
 
 from baton.cluster import Instance, Role
 from baton.launch.commands import Command, flag_value
+from baton.launch.shapes import ranks_of
 
 CPU_BLOCK = 128
 """Tokens a block on CPU unless something else is asked for (vllm 0.32, platforms/cpu.py)."""
@@ -152,7 +153,7 @@ def length(engine: Planned, plan: Plan) -> int | None:
 
 
 def tensor_parallel(engine: Planned) -> int:
-    return whole(engine.flag("--tensor-parallel-size", "-tp")) or 1
+    return ranks_of(engine.args).tensor
 
 
 def whole(text: str | None) -> int | None:

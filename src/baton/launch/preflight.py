@@ -18,7 +18,7 @@ from baton.cluster import Cluster, Role
 from baton.launch.commands import DEFAULT_KV_CACHE_BYTES, Command, flag_value
 from baton.launch.devices import EngineInstall
 from baton.launch.fits import check_fits
-from baton.launch.heads import block_problem, heads_problem, sizes_problem, tensor_parallel_size
+from baton.launch.heads import block_problem, heads_problem, sizes_problem
 from baton.launch.model_config import read_config
 from baton.launch.plan import port_claims
 from baton.launch.problem import Problem
@@ -110,7 +110,7 @@ def check_shape(commands: Iterable[Command], install: EngineInstall, *, local_mo
     found: dict[str, None] = {}
     for command in commands:
         config = read_config(Path(command.argv[3])) if local_model else {}
-        heads = heads_problem(config, tensor_parallel_size(command.argv))
+        heads = heads_problem(config, ranks_of(command.argv).tensor)
         block = block_problem(command.argv) if install.device == "cpu" else None
         found.update(dict.fromkeys(problem for problem in (heads, block) if problem))
     return [Problem(what, words=True) for what in found]
@@ -124,7 +124,7 @@ def check_roles(cluster: Cluster, commands: Iterable[Command]) -> list[Problem]:
     """
     sizes: dict[Role, set[int]] = {Role.PREFILL: set(), Role.DECODE: set()}
     for instance, command in zip(cluster.instances, commands, strict=True):
-        sizes[instance.role].add(tensor_parallel_size(command.argv))
+        sizes[instance.role].add(ranks_of(command.argv).tensor)
     pairs = itertools.product(sorted(sizes[Role.PREFILL]), sorted(sizes[Role.DECODE]))
     return [Problem(what, words=True) for pair in pairs if (what := sizes_problem(*pair))]
 
