@@ -100,9 +100,7 @@ class EngineInfo:
 
     def names(self, engine_id: Any) -> bool:
         """Whether *engine_id* is this engine's, or that of one of its ranks."""
-        if engine_id == self.engine_id:
-            return True
-        return isinstance(engine_id, str) and _RANK.sub("", engine_id) == _RANK.sub("", self.engine_id)
+        return isinstance(engine_id, str) and same_engine(engine_id, self.engine_id)
 
     def id_of_rank(self, rank: int) -> str:
         """The engine id of a data-parallel rank (vllm 0.32, v1/engine/core.py)."""
@@ -111,6 +109,11 @@ class EngineInfo:
     def misplaced(self, role: Role) -> bool:
         """Whether it was started for the other role."""
         return self.kv_role not in (None, "kv_both", role.kv_role)
+
+
+def same_engine(one: str, other: str) -> bool:
+    """Whether two ids are of one start of an engine: its ranks add their number (vllm 0.32, v1/engine/core.py)."""
+    return _RANK.sub("", one) == _RANK.sub("", other)
 
 
 def disagreement(modes: Mapping[str, TransferMode], wanted: TransferMode | None) -> str | None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 from baton.proxy.client_tickets import Signer
+from baton.proxy.engine_info import same_engine
 from baton.proxy.fleet import ProxyInstance
 
 TTL_SECONDS = 450.0
@@ -178,9 +179,7 @@ def holder_lost(turn: Kept) -> Why | None:
     known = known_engine_id(holder)
     if known is None:
         return Why.ENGINE_RESTARTED if holder.outages != turn.outages else None
-    given = turn.params["remote_engine_id"]
-    # A data-parallel rank adds its number (vllm 0.32, v1/engine/core.py).
-    return None if given == known or str(given).startswith(f"{known}_dp") else Why.ENGINE_RESTARTED
+    return None if same_engine(str(turn.params["remote_engine_id"]), known) else Why.ENGINE_RESTARTED
 
 
 class Turn:
