@@ -54,10 +54,10 @@ class BatonPushScheduler(Watchful, NixlPushConnectorScheduler):
         if ticket and ticket.get("do_remote_prefill"):
             # Nobody reads it in this mode, but vLLM looks it up, and the engine would end for the lack of it.
             ticket.setdefault("remote_request_id", request.request_id)
-        if ticket and ticket.get("do_remote_prefill") and num_external_tokens <= 0:
-            # The whole prompt is in this server's own cache: nothing is registered, and P shall not wait for it.
-            self._cancelled[request.request_id] = self._address(request, registered=False)
-            ticket["do_remote_prefill"] = False
+            if num_external_tokens <= 0:
+                # The whole prompt is in this server's own cache: nothing is registered, and P shall not wait for it.
+                self._cancelled[request.request_id] = self._address(request, registered=False)
+                ticket["do_remote_prefill"] = False
         super().update_state_after_alloc(request, blocks, num_external_tokens)
         if request.request_id in self._push_pending_registrations:
             self._registered[request.request_id] = self._address(request, registered=True)
