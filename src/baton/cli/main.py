@@ -16,6 +16,12 @@ _COMMANDS = {
     "up": "start engines and proxy on this host, and stop them together",
     "engine": "one vLLM server in a role",
     "proxy": "the front door: takes OpenAI requests and runs both phases",
+    "status": "what a running cluster is doing",
+    "logs": "what one of its processes has written",
+    "scale": "more or fewer servers of a role, while it serves",
+    "drain": "have an instance finish and get nothing new",
+    "restart": "start instances anew, one after the other",
+    "down": "end everything that `baton up` started",
     "model": "the embedded model: list, path",
 }
 

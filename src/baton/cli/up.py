@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import logging
 import os
+import secrets
 import shlex
 import signal
 import sys
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +19,20 @@ from baton.cli.show import Progress
 from baton.cli.transport import add_transport, transport_of
 from baton.cluster import Cluster, Role, TransferMode
 from baton.launch import (
+    DEFAULT_NAME,
+    PROXY,
+    SOCKET,
     ChildDied,
     ClusterFileError,
+    ClusterRecord,
     Command,
     Flags,
+    Keeping,
     LaunchError,
+    Operator,
     PlanRequest,
+    ProcessRecord,
+    ProxyClient,
     RoleFlags,
     StartTimeout,
     Supervisor,
@@ -32,13 +42,17 @@ from baton.launch import (
     bidirectional_asked,
     check_cluster,
     cluster_commands,
+    created_at,
     dashed,
     default_logs,
+    forget,
     installed_engine,
+    listening,
+    load,
     plan,
     plan_file,
     read_cluster_file,
-    start_cluster,
+    take_down,
     url_of,
 )
 from baton.models import EMBEDDED, ModelError, ResolvedModel, resolve
@@ -64,22 +78,57 @@ def run(words: Sequence[str]) -> int:
     if args.dry_run:
         print("\n\n".join(f"# {name}\n{command.shell()}" for name, command in commands.items()))
         return 0
-    engines = [command for name, command in commands.items() if name != "proxy"]
-    problems = check_cluster(cluster, engines, install, local_model=model.local)
-    if problems:
-        code = 2 if all(problem.words for problem in problems) else 1
-        raise Failure(problems[0].what, code, [problem.what for problem in problems[1:]])
-    logs = Path(args.log_dir).expanduser() if args.log_dir else default_logs()
+    left = _left_running(args.name, cluster, model)
+    if left is None:
+        engines = [command for name, command in commands.items() if name != PROXY]
+        problems = check_cluster(cluster, engines, install, local_model=model.local)
+        if problems:
+            code = 2 if all(problem.words for problem in problems) else 1
+            raise Failure(problems[0].what, code, [problem.what for problem in problems[1:]])
+    logs = left.logs if left else Path(args.log_dir).expanduser() if args.log_dir else default_logs()
     try:
         logs.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise Failure(f"cannot make the log folder {logs}: {error.strerror}; name another with --log-dir") from error
+
+    def command_of(now: Cluster, name: str) -> Command:
+        return cluster_commands(now, model, install)[name]
+
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     try:
-        return asyncio.run(_up(args, cluster, model, commands, logs))
+        return asyncio.run(_up(args, cluster, model, command_of=command_of, logs=logs, left=left))
     except ChildDied as error:
         raise Failure(str(error), 1, error.last_lines) from error
-    except (StartTimeout, TryoutFailed) as error:
+    except (LaunchError, StartTimeout, TryoutFailed) as error:
         raise Failure(str(error)) from error
+
+
+def _left_running(name: str, cluster: Cluster, model: ResolvedModel) -> ClusterRecord | None:
+    """What a supervisor that is gone has left running under this name, and is to be taken over; None for nothing.
+
+    Raises:
+        Failure: there is a cluster of that name that cannot be taken over.
+    """
+    try:
+        record = load(name)
+    except LaunchError as error:
+        raise Failure(str(error)) from error
+    if record is None:
+        return None
+    if record.supervised:
+        raise Failure(
+            f"the cluster {name!r} is up already (supervisor pid {record.supervisor.pid}): look with `baton status`, "
+            "end it with `baton down`, or start another one with --name"
+        )
+    if not record.alive:
+        asyncio.run(take_down(record, lambda _: None))
+        return None
+    if (record.asked, record.model_folder) != (cluster, model.target):
+        raise Failure(
+            f"the cluster {name!r} was left running by a supervisor that is gone, and was asked for in other words: "
+            "end it with `baton down`, or start another one with --name"
+        )
+    return record
 
 
 def _planned(args: argparse.Namespace, common: tuple[str, ...]) -> Cluster:
@@ -129,32 +178,67 @@ def _planned(args: argparse.Namespace, common: tuple[str, ...]) -> Cluster:
 
 
 async def _up(
-    args: argparse.Namespace, cluster: Cluster, model: ResolvedModel, commands: dict[str, Command], logs: Path
+    args: argparse.Namespace,
+    cluster: Cluster,
+    model: ResolvedModel,
+    *,
+    command_of: Callable[[Cluster, str], Command],
+    logs: Path,
+    left: ClusterRecord | None,
 ) -> int:
-    """Start, say so, and stay until stopped; 130 when Ctrl-C ended the start, else 0."""
+    """Start or take over, say so, and stay until stopped; 130 when Ctrl-C ended the start, else 0."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
     url = url_of(cluster.proxy_host, cluster.proxy_port, "")
     print(f"logs: {logs}", flush=True)
-    async with Supervisor(logs) as supervisor:
-        with Progress(supervisor) as progress:
-            await start_cluster(supervisor, cluster, commands)
-            if not await _unless(stop, supervisor.until_ready(args.start_timeout, progress.update)):
-                print("stopping", flush=True)
-                return 130
-        slowest = max(child.seconds for child in supervisor.children)
-        print(f"ready after {slowest:.0f} s: {url}", flush=True)
-        if args.prompt is not None:
-            asking = ask(cluster, model.served_name, args.prompt, args.max_tokens, print_text)
-            answered = await _unless(stop, supervisor.watching(asking))
-            if answered:
-                print("\nto keep it running: baton up", flush=True)
-            return 0 if answered else 130
-        print("try:\n" + _curl(url, model.served_name) + "\nCtrl-C stops everything", flush=True)
-        await _unless(stop, supervisor.until_death())
-        print("stopping", flush=True)
+    mark, scratch = (left.run, left.scratch) if left is not None else (secrets.token_hex(8), None)
+    async with Supervisor(logs, mark, scratch) as supervisor:
+        me = ProcessRecord(name="supervisor", pid=os.getpid(), created=created_at(os.getpid()), log=logs)
+        record = ClusterRecord(
+            name=args.name,
+            run=mark,
+            supervisor=me,
+            control=supervisor.scratch / SOCKET,
+            scratch=supervisor.scratch,
+            logs=logs,
+            asked=cluster,
+            cluster=cluster if left is None else left.cluster,
+            model_folder=model.target,
+            served_model=model.served_name,
+            restarts=args.restart == "on-failure",
+        )
+        keeping = Keeping(
+            restarts=record.restarts,
+            start_seconds=args.start_timeout,
+            drain_seconds=args.drain_timeout,
+            log_bytes=args.log_max_mb << 20,
+        )
+        proxy = ProxyClient.of(record.cluster, os.environ)
+        operator = Operator(supervisor, record, command_of, proxy, keeping=keeping, environ=os.environ)
+        try:
+            await operator.begin(left.alive if left is not None else ())
+            with Progress(supervisor) as progress:
+                if not await _unless(stop, supervisor.until_ready(args.start_timeout, progress.update)):
+                    print("stopping", flush=True)
+                    return 130
+            operator.write()
+            slowest = max(child.seconds for child in supervisor.children)
+            print(f"taken over: {url}" if left else f"ready after {slowest:.0f} s: {url}", flush=True)
+            if args.prompt is not None:
+                asking = ask(cluster, model.served_name, args.prompt, args.max_tokens, print_text)
+                answered = await _unless(stop, supervisor.watching(asking))
+                if answered:
+                    print("\nto keep it running: baton up", flush=True)
+                return 0 if answered else 130
+            print("try:\n" + _curl(url, model.served_name) + "\nCtrl-C stops everything", flush=True)
+            async with listening(operator, record.control):
+                await _unless(stop, operator.keep())
+            print("stopping", flush=True)
+        finally:
+            await asyncio.shield(supervisor.stop())
+            forget(args.name)
     return 0
 
 
@@ -256,6 +340,28 @@ def _parser() -> Parser:
     )
     parser.add_argument(
         "--start-timeout", type=seconds, default=600.0, metavar="S", help="seconds until all must answer (default: 600)"
+    )
+    parser.add_argument(
+        "--name",
+        default=DEFAULT_NAME,
+        help=f"of this cluster, for `baton status` and the like (default: {DEFAULT_NAME})",
+    )
+    parser.add_argument(
+        "--restart",
+        choices=("on-failure", "never"),
+        default="on-failure",
+        help="what to do when a process ends by itself once all have answered: start it again, waiting longer each "
+        "time, or stop everything (default: on-failure)",
+    )
+    parser.add_argument(
+        "--drain-timeout",
+        type=seconds,
+        default=120.0,
+        metavar="S",
+        help="seconds that requests may go on when their instance is to go (default: 120)",
+    )
+    parser.add_argument(
+        "--log-max-mb", type=count, default=64, metavar="N", help="of a log before it is moved aside (default: 64)"
     )
     parser.add_argument("--log-dir", metavar="DIR", help="where logs go (default: a folder under ~/.local/state/baton)")
     parser.add_argument("--dry-run", action="store_true", help="print every environment and command, and stop")

@@ -13,10 +13,12 @@ from baton.cluster import Cluster, Instance, Role
 from baton.launch.commands import Command, EngineRequest, engine_command, proxy_command
 from baton.launch.devices import EngineInstall, available_cpus
 from baton.launch.probe import answers
-from baton.launch.supervisor import Supervisor
+from baton.launch.record import state_folder
+from baton.launch.supervisor import Probe
 from baton.models import ResolvedModel
 
 PROXY = "proxy"
+WAITING = "waiting for the engines"
 
 
 def cluster_commands(
@@ -24,18 +26,18 @@ def cluster_commands(
 ) -> dict[str, Command]:
     """The command of every process of *cluster*, by name: each instance, then the proxy."""
     commands = {
-        instance.id: _engine_command(cluster, instance, model, install, environ) for instance in cluster.instances
+        instance.id: instance_command(cluster, instance, model, install, environ) for instance in cluster.instances
     }
     return commands | {PROXY: proxy_command(cluster)}
 
 
-async def start_cluster(supervisor: Supervisor, cluster: Cluster, commands: Mapping[str, Command]) -> None:
-    """Start every process; ready is asked of each one's own health, and of the proxy's last."""
-    for instance in cluster.instances:
-        await supervisor.start(instance.id, commands[instance.id], answers(instance.host, instance.port, "/health"))
-    # Its health is good when a server of each role is usable; here all are wanted, and every pair warmed up.
-    good = answers(cluster.proxy_host, cluster.proxy_port, "/health", all_are_usable)
-    await supervisor.start(PROXY, commands[PROXY], good, "waiting for the engines")
+def probe_of(cluster: Cluster, name: str) -> Probe:
+    """What asks whether a process of *cluster* is ready."""
+    if name == PROXY:
+        # Its health is good when a server of each role is usable; here all are wanted, and every pair warmed up.
+        return answers(cluster.proxy_host, cluster.proxy_port, "/health", all_are_usable)
+    instance = next(each for each in cluster.instances if each.id == name)
+    return answers(instance.host, instance.port, "/health")
 
 
 def all_are_usable(health: bytes) -> bool:
@@ -47,14 +49,13 @@ def all_are_usable(health: bytes) -> bool:
 
 def default_logs(environ: Mapping[str, str] = os.environ) -> Path:
     """A folder for the logs of one run: $XDG_STATE_HOME/baton/<time>, else under ~/.local/state."""
-    base = environ.get("XDG_STATE_HOME")
-    root = Path(base).expanduser() if base else Path.home() / ".local" / "state"
-    return root / "baton" / time.strftime("%Y%m%d-%H%M%S")
+    return state_folder(environ) / time.strftime("%Y%m%d-%H%M%S")
 
 
-def _engine_command(
+def instance_command(
     cluster: Cluster, instance: Instance, model: ResolvedModel, install: EngineInstall, environ: Mapping[str, str]
 ) -> Command:
+    """The command of one engine of *cluster*."""
     command = engine_command(_request(cluster, instance), model, install, {**environ, **instance.environ})
     return Command({**instance.environ, **command.environ}, command.argv)
 
