@@ -75,8 +75,9 @@ def proxy(port: int, engines: list[str]) -> None:
     rows: dict[str, dict[str, Any]] = {}
 
     def add(role: str, url: str) -> None:
-        name = f"i{next(numbers)}"
-        rows[name] = {"id": name, "role": role, "url": url, "usable": True, "in_flight": 0}
+        there = [row for row in rows.values() if row["url"] == url]
+        name = there[0]["id"] if there else f"i{next(numbers)}"
+        rows[name] = {"id": name, "role": role, "url": url, "usable": True, "draining": False, "in_flight": 0}
 
     for each in engines:
         add(*each.split("=", 1))
@@ -92,7 +93,7 @@ def proxy(port: int, engines: list[str]) -> None:
                 add(body["role"], body["url"])
                 return 201, {}
             case "POST", ["instances", name, "drain"] if name in rows:
-                rows[name]["usable"] = False
+                rows[name] |= {"usable": False, "draining": True}
                 return 202, {}
             case "DELETE", ["instances", name] if name in rows:
                 del rows[name]

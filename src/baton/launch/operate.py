@@ -348,7 +348,6 @@ class Operator:
             chosen = self._named([name for name in names if name != PROXY])
             for instance in chosen:
                 await self._drain(instance, say)
-                await self._proxy.remove(instance.url)
                 await self._restart(instance.id, say)
                 await self._proxy.add(as_endpoint(instance))
                 self.fortune(instance.id).draining = False

@@ -49,8 +49,9 @@ class ProxyClient:
         return rows
 
     async def add(self, endpoint: Endpoint) -> None:
-        """Have it route to one more engine; to one that it knows it does already."""
-        if await self._row(endpoint.url) is None:
+        """Have it route to one more engine, or again to one that was drained."""
+        row = await self._row(endpoint.url)
+        if row is None or row.get("draining"):
             await self._ask("POST", "/instances", {"role": str(endpoint.role), "url": endpoint.url})
 
     async def drain(self, url: str, seconds: float) -> bool:
@@ -97,4 +98,4 @@ class ProxyClient:
 
 def is_drained(row: Mapping[str, Any]) -> bool:
     """Whether nothing is under way on an instance that gets nothing new."""
-    return row.get("state") == "drained" or (not row.get("in_flight") and not row.get("tickets_outstanding"))
+    return not any(row.get(count) for count in ("waiting", "in_flight", "held"))
