@@ -41,6 +41,7 @@ from baton.launch import (
     available_cpus,
     bidirectional_asked,
     check_cluster,
+    check_name,
     cluster_commands,
     created_at,
     dashed,
@@ -65,6 +66,7 @@ def run(words: Sequence[str]) -> int:
     args = _parser().parse_all(words)
     common = (*_quoted(args.engine_args, "--engine-args"), *dashed(engine_args))
     try:
+        check_name(args.name)
         cluster = _planned(args, common)
         model = resolve(cluster.model, report=lambda line: print(f"{line} ...", file=sys.stderr, flush=True))
         install = installed_engine()

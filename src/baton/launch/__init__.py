@@ -23,7 +23,16 @@ from baton.launch.preflight import check_cluster, check_engine
 from baton.launch.probe import url_of
 from baton.launch.problem import Problem
 from baton.launch.proxy_client import ProxyClient, ProxyRefused
-from baton.launch.record import DEFAULT_NAME, ClusterRecord, ProcessRecord, created_at, forget, known_names, load
+from baton.launch.record import (
+    DEFAULT_NAME,
+    ClusterRecord,
+    ProcessRecord,
+    check_name,
+    created_at,
+    forget,
+    known_names,
+    load,
+)
 from baton.launch.supervisor import ChildDied, StartTimeout, Supervisor
 from baton.launch.tryout import TryoutFailed, ask
 
@@ -57,6 +66,7 @@ __all__ = [
     "bidirectional_asked",
     "check_cluster",
     "check_engine",
+    "check_name",
     "cluster_commands",
     "created_at",
     "dashed",

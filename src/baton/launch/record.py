@@ -97,9 +97,17 @@ def record_path(name: str, environ: Mapping[str, str] = os.environ) -> Path:
     Raises:
         LaunchError: *name* is none.
     """
+    check_name(name)
+    return state_folder(environ) / "clusters" / f"{name}.json"
+
+
+def check_name(name: str) -> None:
+    """
+    Raises:
+        LaunchError: *name* is none that a cluster can have.
+    """
     if not _NAME.fullmatch(name):
         raise LaunchError(f"--name {name!r}: a cluster's name is 1 to 64 letters, digits, dots, dashes or underscores")
-    return state_folder(environ) / "clusters" / f"{name}.json"
 
 
 def load(name: str, environ: Mapping[str, str] = os.environ) -> ClusterRecord | None:
