@@ -1,7 +1,7 @@
 """The launcher's room: ports, devices, commands, checks before the start, and the watch afterwards."""
 
-from baton.launch.cluster_file import ClusterFileError, read_cluster_file
-from baton.launch.cluster_run import cluster_commands, default_logs, start_cluster
+from baton.launch.cluster_file import ClusterFile, schema
+from baton.launch.cluster_run import cluster_commands, default_logs, install_for, start_cluster
 from baton.launch.commands import (
     Command,
     EngineRequest,
@@ -11,9 +11,10 @@ from baton.launch.commands import (
     flag_value,
     proxy_command,
 )
-from baton.launch.devices import EngineInstall, available_cpus, installed_engine, share_cpus
+from baton.launch.devices import EngineInstall, available_cpus, available_numa, installed_engine, share_cpus
 from baton.launch.errors import LaunchError
-from baton.launch.file_plan import Flags, RoleFlags, file_endpoints, plan_file
+from baton.launch.file_plan import Flags, RoleFlags, file_endpoints, plan_file, proxy_address
+from baton.launch.file_reader import ClusterFileError, read_cluster_file
 from baton.launch.plan import PlanRequest, plan
 from baton.launch.preflight import check_cluster, check_engine
 from baton.launch.probe import url_of
@@ -23,6 +24,7 @@ from baton.launch.tryout import TryoutFailed, ask
 
 __all__ = [
     "ChildDied",
+    "ClusterFile",
     "ClusterFileError",
     "Command",
     "EngineInstall",
@@ -37,6 +39,7 @@ __all__ = [
     "TryoutFailed",
     "ask",
     "available_cpus",
+    "available_numa",
     "bidirectional_asked",
     "check_cluster",
     "check_engine",
@@ -46,11 +49,14 @@ __all__ = [
     "engine_command",
     "file_endpoints",
     "flag_value",
+    "install_for",
     "installed_engine",
     "plan",
     "plan_file",
+    "proxy_address",
     "proxy_command",
     "read_cluster_file",
+    "schema",
     "share_cpus",
     "start_cluster",
     "url_of",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import orjson
@@ -22,11 +23,21 @@ PROXY = "proxy"
 def cluster_commands(
     cluster: Cluster, model: ResolvedModel, install: EngineInstall, environ: Mapping[str, str] = os.environ
 ) -> dict[str, Command]:
-    """The command of every process of *cluster*, by name: each instance, then the proxy."""
+    """The command of every process of *cluster*, by name: each instance, then the proxy.
+
+    What stands in *environ* keeps our defaults away, where all runs on this host.
+    """
+    install = install_for(cluster, install)
+    environ = environ if len(cluster.nodes) == 1 else {}
     commands = {
         instance.id: _engine_command(cluster, instance, model, install, environ) for instance in cluster.instances
     }
     return commands | {PROXY: proxy_command(cluster)}
+
+
+def install_for(cluster: Cluster, install: EngineInstall) -> EngineInstall:
+    """The vLLM that the cluster's engines run on: what is installed here, on the device that was asked for."""
+    return install if cluster.device is None else replace(install, device=str(cluster.device))
 
 
 async def start_cluster(supervisor: Supervisor, cluster: Cluster, commands: Mapping[str, Command]) -> None:
@@ -56,7 +67,14 @@ def _engine_command(
     cluster: Cluster, instance: Instance, model: ResolvedModel, install: EngineInstall, environ: Mapping[str, str]
 ) -> Command:
     command = engine_command(_request(cluster, instance), model, install, {**environ, **instance.environ})
-    return Command({**instance.environ, **command.environ}, command.argv)
+    # Who names devices himself, by ids perhaps, is left alone.
+    ours = {
+        name: value for name, value in command.environ.items() if name not in _VISIBLE or name not in instance.environ
+    }
+    return Command({**instance.environ, **ours}, command.argv)
+
+
+_VISIBLE = ("CUDA_VISIBLE_DEVICES", "NEURON_VISIBLE_DEVICES")
 
 
 def _request(cluster: Cluster, instance: Instance) -> EngineRequest:
@@ -66,7 +84,8 @@ def _request(cluster: Cluster, instance: Instance) -> EngineRequest:
         side_channel_host=instance.side_channel_host,
         side_channel_port=instance.side_channel_port,
         cpus=instance.cpus,
-        available_cpus=available_cpus(),
+        devices=instance.devices,
+        available_cpus=available_cpus() if len(cluster.nodes) == 1 else (),
         transfer_mode=cluster.transfer_mode,
         bidirectional=cluster.bidirectional,
         pull_threshold=cluster.pull_threshold,

@@ -20,7 +20,7 @@ from baton.launch.devices import EngineInstall
 from baton.launch.fits import check_fits
 from baton.launch.heads import block_problem, heads_problem, sizes_problem
 from baton.launch.model_config import read_config
-from baton.launch.plan import port_claims
+from baton.launch.ports import port_claims
 from baton.launch.problem import Problem
 from baton.launch.shapes import experts_problem, ranks_of, side_channels
 from baton.launch.speculative import check_speculative
@@ -84,7 +84,7 @@ def check_cluster(
     problems += [Problem(what, words=True) for what in check_speculative(cluster)]
     problems += check_roles(cluster, commands)
     problems += check_fits(cluster, commands, install.device)
-    problems += check_ports(port_claims(cluster))
+    problems += check_ports((each.host, each.port, each.owner) for each in port_claims(cluster))
     if install.device == "cpu" and local_model:
         problems += check_memory(commands, environ)
     return problems
