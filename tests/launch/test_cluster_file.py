@@ -160,7 +160,10 @@ def test_json_says_the_same(tmp_path: Path) -> None:
             "line 6: there is no key 'decode[0].prot' (value 8200): did you mean port?",
         ),
         (SHORT + "proxy: {hosts: x}\n", "line 6: there is no key 'proxy.hosts' (value \"x\"): did you mean host?"),
-        (SHORT + "xyz: 1\n", "there is no key 'xyz' (value 1); there is: model, device, transfer_mode, transfer_backend,"),
+        (
+            SHORT + "xyz: 1\n",
+            "there is no key 'xyz' (value 1); there is: model, device, transfer_mode,",
+        ),
         ("prefill: [{}]\ndecode: [{}]\n", "the key 'model' is missing: name an embedded model, a folder or a hub id"),
         ("model: m\nprefill: [{}]\n", "the key 'decode' is missing: list at least one server"),
         ("model: m\nprefill: []\ndecode: [{}]\n", "line 2: prefill is []: a cluster needs at least one prefill server"),

@@ -4,54 +4,41 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
-import shlex
 import signal
 import sys
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
-from baton.cli.parser import Failure, Parser, add_transfer_flags, count, port_number, seconds
+from baton.cli.cluster_flags import add_cluster_flags, planned_cluster, split
+from baton.cli.parser import Failure, Parser, count, seconds
 from baton.cli.show import Progress
-from baton.cli.transport import add_transport, transport_of
-from baton.cluster import Cluster, Role, TransferMode
+from baton.cluster import Cluster
 from baton.launch import (
     ChildDied,
     ClusterFileError,
     Command,
-    Flags,
     LaunchError,
-    PlanRequest,
-    RoleFlags,
     StartTimeout,
     Supervisor,
     TryoutFailed,
     ask,
-    available_cpus,
-    bidirectional_asked,
     check_cluster,
     cluster_commands,
-    dashed,
     default_logs,
     installed_engine,
-    plan,
-    plan_file,
-    read_cluster_file,
     start_cluster,
     url_of,
 )
-from baton.models import EMBEDDED, ModelError, ResolvedModel, resolve
-
-DEFAULT_MODEL = next(iter(EMBEDDED))
+from baton.models import ModelError, ResolvedModel, resolve
 
 
 def run(words: Sequence[str]) -> int:
-    words, engine_args = _split(words)
+    words, engine_args = split(words)
     args = _parser().parse_all(words)
-    common = (*_quoted(args.engine_args, "--engine-args"), *dashed(engine_args))
     try:
-        cluster = _planned(args, common)
+        cluster = planned_cluster(args, engine_args)
+        check_here(cluster, args.cluster)
         model = resolve(cluster.model, report=lambda line: print(f"{line} ...", file=sys.stderr, flush=True))
         install = installed_engine()
         commands = cluster_commands(cluster, model, install)
@@ -82,50 +69,17 @@ def run(words: Sequence[str]) -> int:
         raise Failure(str(error)) from error
 
 
-def _planned(args: argparse.Namespace, common: tuple[str, ...]) -> Cluster:
-    """What flags and cluster file come to.
+def check_here(cluster: Cluster, file: str | None) -> None:
+    """Refuse what one host cannot start.
 
     Raises:
-        LaunchError: they don't go together, or the file is no good.
+        LaunchError: engines are planned for several hosts.
     """
-    proxy_flags = () if args.warm_up is None else ("--warm-up" if args.warm_up else "--no-warm-up",)
-    prefill_args = _quoted(args.prefill_args, "--prefill-args")
-    decode_args = _quoted(args.decode_args, "--decode-args")
-    travel: dict[str, Any] = {
-        "transfer_mode": None if args.transfer_mode is None else TransferMode(args.transfer_mode),
-        "bidirectional": bidirectional_asked(args.bidirectional_kv, os.environ),
-        "pull_threshold": args.remote_pull_threshold,
-        "transport": transport_of(args),
-    }
-    if args.cluster is not None:
-        file = read_cluster_file(Path(args.cluster).expanduser())
-        roles = {
-            Role.PREFILL: RoleFlags(args.prefill, args.prefill_port, args.prefill_side_channel_port, prefill_args),
-            Role.DECODE: RoleFlags(args.decode, args.decode_port, args.decode_side_channel_port, decode_args),
-        }
-        flags = Flags(args.model, args.host, args.port, common, proxy_flags, roles, **travel)
-        return plan_file(file, flags, available_cpus())
-    given = {
-        "prefill": args.prefill,
-        "decode": args.decode,
-        "host": args.host,
-        "proxy_port": args.port,
-        "prefill_port": args.prefill_port,
-        "decode_port": args.decode_port,
-        "prefill_side_port": args.prefill_side_channel_port,
-        "decode_side_port": args.decode_side_channel_port,
-    }
-    return plan(
-        PlanRequest(
-            model=args.model or DEFAULT_MODEL,
-            cpus=available_cpus(),
-            common_args=common,
-            prefill_args=prefill_args,
-            decode_args=decode_args,
-            proxy_flags=proxy_flags,
-            **{name: value for name, value in (given | travel).items() if value is not None},
+    if len(cluster.nodes) > 1:
+        raise LaunchError(
+            f"{file} has engines on {len(cluster.nodes)} hosts ({', '.join(cluster.nodes[:4])}), and `baton up` starts "
+            f"those of one: on each, run what `baton plan -f {file} --shell --only HOST` prints"
         )
-    )
 
 
 async def _up(
@@ -183,22 +137,6 @@ def _curl(url: str, model: str) -> str:
     )
 
 
-def _split(words: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
-    """Our words, and what stands after ``--``: flags for every engine."""
-    words = list(words)
-    if "--" not in words:
-        return words, ()
-    at = words.index("--")
-    return words[:at], tuple(words[at + 1 :])
-
-
-def _quoted(text: str, flag: str) -> tuple[str, ...]:
-    try:
-        return dashed(shlex.split(text))
-    except ValueError as error:
-        raise Failure(f"{flag} {text!r}: {error}", 2) from error
-
-
 def _parser() -> Parser:
     parser = Parser(
         prog="baton up",
@@ -209,51 +147,12 @@ def _parser() -> Parser:
             "  baton up\n"
             "  baton up --prompt 'Count the number 1, 2, 3'\n"
             "  baton up ./my-model --decode 2 -- --max-num-seqs 8\n"
-            "  baton up --cluster examples/2p3d.yaml"
+            "  baton up -f examples/2p3d.yaml"
         ),
     )
-    parser.add_argument(
-        "model",
-        nargs="?",
-        metavar="MODEL",
-        help=f"an embedded model's name, a folder, or a hub id (default: {DEFAULT_MODEL})",
-    )
-    parser.add_argument(
-        "--cluster", metavar="FILE", help="a cluster in YAML or JSON; flags win over it (docs/reference.md)"
-    )
+    add_cluster_flags(parser)
     parser.add_argument("--prompt", metavar="TEXT", help="start, stream the answer to TEXT, and stop")
     parser.add_argument("--max-tokens", type=count, default=32, metavar="N", help="of that answer (default: 32)")
-    for role in Role:
-        parser.add_argument(f"--{role}", type=count, metavar="N", help=f"{role} servers (default: 1)")
-    parser.add_argument("--host", help="where everything listens (default: 127.0.0.1)")
-    parser.add_argument("--port", type=port_number, help="the proxy's (default: 8000)")
-    for role, api, side in ((Role.PREFILL, 8100, 5559), (Role.DECODE, 8200, 5659)):
-        parser.add_argument(
-            f"--{role}-port",
-            type=port_number,
-            metavar="PORT",
-            help=f"API port of the first {role} server; the next takes the next (default: {api})",
-        )
-        parser.add_argument(
-            f"--{role}-side-channel-port",
-            type=port_number,
-            metavar="PORT",
-            help=f"its side channel (default: {side})",
-        )
-        parser.add_argument(
-            f"--{role}-args",
-            default="",
-            metavar="FLAGS",
-            help=f"vllm serve's flags for {role} servers only, in one quoted text",
-        )
-    add_transfer_flags(parser)
-    parser.add_argument("--engine-args", default="", metavar="FLAGS", help="the same for every engine")
-    add_transport(parser)
-    parser.add_argument(
-        "--warm-up",
-        action=argparse.BooleanOptionalAction,
-        help="whether the proxy does one small hand-off for each pair first (default: --warm-up)",
-    )
     parser.add_argument(
         "--start-timeout", type=seconds, default=600.0, metavar="S", help="seconds until all must answer (default: 600)"
     )

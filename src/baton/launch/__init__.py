@@ -15,10 +15,12 @@ from baton.launch.devices import EngineInstall, available_cpus, available_numa, 
 from baton.launch.errors import LaunchError
 from baton.launch.file_plan import Flags, RoleFlags, file_endpoints, plan_file, proxy_address
 from baton.launch.file_reader import ClusterFileError, read_cluster_file
+from baton.launch.file_template import Wish, addresses, written
 from baton.launch.plan import PlanRequest, plan
-from baton.launch.preflight import check_cluster, check_engine
+from baton.launch.preflight import available_bytes, check_cluster, check_engine, check_plan, estimates
 from baton.launch.probe import url_of
 from baton.launch.problem import Problem
+from baton.launch.report import Process, as_shell, as_text, as_value, dumps, processes
 from baton.launch.supervisor import ChildDied, StartTimeout, Supervisor
 from baton.launch.tryout import TryoutFailed, ask
 
@@ -33,26 +35,37 @@ __all__ = [
     "LaunchError",
     "PlanRequest",
     "Problem",
+    "Process",
     "RoleFlags",
     "StartTimeout",
     "Supervisor",
     "TryoutFailed",
+    "Wish",
+    "addresses",
+    "as_shell",
+    "as_text",
+    "as_value",
     "ask",
+    "available_bytes",
     "available_cpus",
     "available_numa",
     "bidirectional_asked",
     "check_cluster",
     "check_engine",
+    "check_plan",
     "cluster_commands",
     "dashed",
     "default_logs",
+    "dumps",
     "engine_command",
+    "estimates",
     "file_endpoints",
     "flag_value",
     "install_for",
     "installed_engine",
     "plan",
     "plan_file",
+    "processes",
     "proxy_address",
     "proxy_command",
     "read_cluster_file",
@@ -60,4 +73,5 @@ __all__ = [
     "share_cpus",
     "start_cluster",
     "url_of",
+    "written",
 ]
