@@ -13,9 +13,11 @@ from baton.launch.commands import (
 )
 from baton.launch.devices import EngineInstall, available_cpus, available_numa, installed_engine, share_cpus
 from baton.launch.errors import LaunchError
+from baton.launch.examination import Examination, examine
 from baton.launch.file_plan import Flags, RoleFlags, file_endpoints, plan_file, proxy_address
 from baton.launch.file_reader import ClusterFileError, read_cluster_file
 from baton.launch.file_template import Wish, addresses, written
+from baton.launch.findings import Finding, Verdict, exit_code
 from baton.launch.plan import PlanRequest, plan
 from baton.launch.preflight import available_bytes, check_cluster, check_engine, check_plan, estimates
 from baton.launch.probe import url_of
@@ -31,6 +33,8 @@ __all__ = [
     "Command",
     "EngineInstall",
     "EngineRequest",
+    "Examination",
+    "Finding",
     "Flags",
     "LaunchError",
     "PlanRequest",
@@ -40,6 +44,7 @@ __all__ = [
     "StartTimeout",
     "Supervisor",
     "TryoutFailed",
+    "Verdict",
     "Wish",
     "addresses",
     "as_shell",
@@ -59,6 +64,8 @@ __all__ = [
     "dumps",
     "engine_command",
     "estimates",
+    "examine",
+    "exit_code",
     "file_endpoints",
     "flag_value",
     "install_for",

@@ -47,6 +47,14 @@ def installed_engine() -> EngineInstall:
     return EngineInstall("", "", "cpu", has_nixl)
 
 
+def nixl_version() -> str:
+    """The version of the NIXL package; empty when there is none."""
+    for distribution in ("nixl", "nixl-cu12", "nixl-cu13"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(distribution)
+    return ""
+
+
 def available_cpus() -> tuple[int, ...]:
     """The cores that this process may use, ascending."""
     return tuple(sorted(os.sched_getaffinity(0)))

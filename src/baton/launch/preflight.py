@@ -20,7 +20,7 @@ import psutil
 from baton.cluster import Cluster, Device, Role
 from baton.launch.cluster_run import install_for
 from baton.launch.commands import DEFAULT_KV_CACHE_BYTES, Command, flag_value, without_flag
-from baton.launch.devices import EngineInstall
+from baton.launch.devices import EngineInstall, nixl_version
 from baton.launch.fits import check_fits
 from baton.launch.heads import block_problem, heads_problem, sizes_problem
 from baton.launch.model_config import read_config
@@ -28,6 +28,7 @@ from baton.launch.ports import means_here, port_claims
 from baton.launch.problem import Problem
 from baton.launch.shapes import experts_problem, ranks_of, side_channels
 from baton.launch.speculative import check_speculative
+from baton.launch.versions import known_of
 
 ENGINE_OVERHEAD_BYTES = 1_600_000_000
 """What an engine's three forked processes take beside weights and KV cache (docs/performance.md)."""
@@ -193,7 +194,12 @@ def shared_memory_bytes(path: str = "/dev/shm") -> int | None:  # noqa: S108 (PO
     return None
 
 
-def check_install(install: EngineInstall) -> list[Problem]:
+def check_install(install: EngineInstall, versions: Mapping[str, str] | None = None) -> list[Problem]:
+    """What is missing, and what is there in a version that cannot work.
+
+    Args:
+        versions: of vllm and nixl; None for what is installed.
+    """
     problems = []
     if not install.distribution:
         problems.append(
@@ -205,6 +211,10 @@ def check_install(install: EngineInstall) -> list[Problem]:
                 "the nixl package is missing, and the KV cache travels over it: run `make venv`, or pip install nixl"
             )
         )
+    known = known_of({"vllm": install.version, "nixl": nixl_version()} if versions is None else versions)
+    problems += [
+        Problem(f"{each.package} is {version}: {each.what}: {each.remedy}") for each, version in known if each.broken
+    ]
     return problems
 
 
