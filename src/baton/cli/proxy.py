@@ -285,6 +285,7 @@ def _parser() -> Parser:
 def _engines(parser: Parser) -> None:
     group = parser.add_argument_group("engines")
     group.add_argument(
+        "-f",
         "--cluster",
         metavar="FILE",
         help="the engines and the proxy's own flags, in YAML or JSON, as for baton up; flags win over it",
