@@ -42,7 +42,7 @@ from baton.launch.machine import (
     check_ports_of,
     run_child,
 )
-from baton.launch.ports import port_claims
+from baton.launch.ports import claims_of
 from baton.launch.preflight import check_descriptors, check_install, check_shared_memory
 from tests.ports import free_ports
 
@@ -85,6 +85,7 @@ class Engine:
     status: int = 200
     finish: str = "length"
     moved: int = 0
+    troubles: str = ""
     bodies: list[dict[str, Any]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
     server: TestServer | None = None
@@ -116,7 +117,7 @@ class Engine:
                 return web.json_response({"data": [{"id": name} for name in self.models]})
             case "/metrics":
                 count = f'vllm:nixl_bytes_transferred_sum{{engine="0"}} {self.moved}\n' if self.counts else ""
-                return web.Response(text=f"# TYPE vllm:nixl_bytes_transferred histogram\n{count}")
+                return web.Response(text=f"# TYPE vllm:nixl_bytes_transferred histogram\n{count}{self.troubles}")
         return web.Response(status=404) if self.about is None else web.json_response(self.about)
 
     async def _generate(self, request: web.Request) -> web.Response:
@@ -402,6 +403,18 @@ def test_engines_that_do_not_count_leave_a_note() -> None:
     assert (found.verdict, found.what.endswith("; the engines count no bytes")) == (Verdict.NOTE, True)
 
 
+def test_leases_that_ran_out_and_transfers_that_failed_are_notes_with_their_number() -> None:
+    troubles = (
+        'vllm:nixl_num_kv_expired_reqs_total{engine="0"} 2.0\n'
+        'vllm:nixl_num_kv_expired_reqs_total{engine="1"} 1.0\n'
+        'vllm:nixl_num_failed_transfers_total{engine="0"} 0.0\n'
+    )
+    findings = visit(pair(troubles=troubles))
+    assert [(each.check, each.subject, each.what) for each in findings if each.verdict is Verdict.NOTE] == [
+        ("leases", "D0", "3 requests' KV cache was freed unread when its lease was over")
+    ]
+
+
 def test_hand_offs_can_be_left_out() -> None:
     (found,) = of(visit(pair(), settings=replace(QUICK, hand_offs=False)), "hand-off")
     assert found.verdict is Verdict.SKIPPED
@@ -511,7 +524,7 @@ def test_a_port_of_an_engine_that_is_not_up_and_that_somebody_has_is_said() -> N
         port = server.getsockname()[1]
         first = CLUSTER.instances[0].model_copy(update={"port": port, "side_channel_port": free_ports(1)[0]})
         claims = [
-            each for each in port_claims(CLUSTER.model_copy(update={"instances": (first,)})) if each.process == "P0"
+            each for each in claims_of(CLUSTER.model_copy(update={"instances": (first,)})) if each.process == "P0"
         ]
         (found,) = bad_of(list(check_ports_of(claims)))
     assert found.startswith(f"ports: port {port} for P0's API is not free on 127.0.0.1: ")

@@ -27,7 +27,7 @@ from baton.launch import (
 )
 from baton.launch.allot import allot_devices, share_nodes
 from baton.launch.devices import available_cpus, available_numa
-from baton.launch.ports import port_claims, port_owners
+from baton.launch.ports import claims_of, port_owners
 from baton.launch.preflight import check_device, check_routable
 from baton.models import ResolvedModel
 from tests.launch.test_cluster_file import file, planned
@@ -45,7 +45,7 @@ def shape(cluster: Cluster) -> list[tuple[str, str, int, int]]:
 def test_2p3d_with_data_parallel_ranks_overlap_nowhere(tmp_path: Path, ranks: int, where: str) -> None:
     text = f"model: m\ndefaults: {{data_parallel_size: {ranks}}}\nprefill: [{{{where}}}, {{}}]\ndecode: 3\n"
     cluster = planned(tmp_path, text, cpus=tuple(range(8)))
-    claims = port_claims(cluster)
+    claims = claims_of(cluster)
     assert len({(each.node, each.port) for each in claims}) == len(claims)
     assert len(claims) == 1 + len(cluster.instances) * (1 + ranks)
     firsts = [each.side_channel_port for each in cluster.of_role(Role.DECODE)]
@@ -100,7 +100,7 @@ def test_a_dp_engine_over_hosts_claims_its_rpc_port_and_two_on_one_host_collide(
     ):
         planned(tmp_path, text.replace("PORT", ""))
     cluster = planned(tmp_path, text.replace("PORT", "--data-parallel-rpc-port 29551", 1).replace("PORT", ""))
-    assert [each.port for each in port_claims(cluster) if each.what == "data parallel RPC"] == [29551, 29550]
+    assert [each.port for each in claims_of(cluster) if each.what == "data parallel RPC"] == [29551, 29550]
 
 
 # sizes, limits and defaults

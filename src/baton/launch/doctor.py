@@ -19,7 +19,7 @@ from baton.cluster import Cluster, Instance, Role, TransferMode
 from baton.launch.findings import Finding, bad, note, ok, skipped
 from baton.launch.hand_off import COUNT_SECONDS, HandOffFailed, Peer, hand_over
 from baton.launch.ports import means_here
-from baton.launch.probe import url_of
+from baton.launch.probe import sum_in, url_of
 
 ANSWER_SECONDS = 5.0
 CONNECT_SECONDS = 3.0
@@ -53,6 +53,7 @@ class Seen:
         about: of /baton/engine; None when it has no such answer.
         version: of vLLM.
         models: the names that it serves.
+        counted: what went wrong with hand-offs since its start, by the sample's name.
     """
 
     instance: Instance
@@ -61,6 +62,7 @@ class Seen:
     about: dict[str, Any] | None = None
     version: str | None = None
     models: list[str] = field(default_factory=list)
+    counted: dict[str, int] = field(default_factory=dict)
 
     @property
     def peer(self) -> Peer:
@@ -89,6 +91,7 @@ async def check_cluster_running(cluster: Cluster, settings: Settings) -> tuple[l
     findings += check_alike(good)
     findings += check_advertised(cluster, good)
     findings += await check_side_channels(good)
+    findings += check_counters(good)
     findings += [each async for each in check_hand_offs(good, settings)]
     return findings, up
 
@@ -223,6 +226,31 @@ def check_advertised(cluster: Cluster, seen: Sequence[Seen]) -> Iterator[Finding
             yield ok("advertised host", name, f"peers meet it at {host}:{port}")
 
 
+_TROUBLES = {
+    "vllm:nixl_num_kv_expired_reqs_total": (
+        "{} requests' KV cache was freed unread when its lease was over",
+        "decode servers come too late: more of them or a shorter queue, or a longer kv_lease_duration (30 s)",
+    ),
+    "vllm:nixl_num_failed_transfers_total": (
+        "{} transfers of KV cache have failed",
+        "see its log for NIXL's error; check backend, network and the other engines' restarts",
+    ),
+    "vllm:nixl_num_failed_notifications_total": (
+        "{} notes to other engines that their blocks can go have failed",
+        "those engines went away, or the network did: blocks there wait for their lease to end",
+    ),
+}
+"""vLLM's counters of what went wrong (0.32, nixl/stats.py)."""
+
+
+def check_counters(seen: Sequence[Seen]) -> Iterator[Finding]:
+    """What went wrong with hand-offs since each engine started; leases that ran out show clients or queues too slow."""
+    for each in seen:
+        for name, count in each.counted.items():
+            what, remedy = _TROUBLES[name]
+            yield note("leases" if "expired" in name else "transfers", each.instance.id, what.format(count), remedy)
+
+
 async def check_side_channels(seen: Sequence[Seen]) -> list[Finding]:
     """Each rank's side channel takes connections from here; run it on the other role's host to know of that one."""
     return [finding for found in await asyncio.gather(*map(_side_channel, seen)) for finding in found]
@@ -321,10 +349,10 @@ class Reply:
 
 async def _ask(session: aiohttp.ClientSession, instance: Instance) -> Seen:
     """Everything that one engine says of itself."""
-    health, about, version, models = await asyncio.gather(
+    health, about, version, models, metrics = await asyncio.gather(
         *(
             _get(session, url_of(instance.host, instance.port, path))
-            for path in ("/health", "/baton/engine", "/version", "/v1/models")
+            for path in ("/health", "/baton/engine", "/version", "/v1/models", "/metrics")
         )
     )
     trouble = "" if health.status == 200 else health.text if health.status is None else f"its health is {health.status}"
@@ -335,6 +363,7 @@ async def _ask(session: aiohttp.ClientSession, instance: Instance) -> Seen:
         about=_dict(about.json()),
         version=(_dict(version.json()) or {}).get("version"),
         models=_names(models.json()),
+        counted=_counted(metrics),
     )
 
 
@@ -360,6 +389,14 @@ def _session(settings: Settings, seconds: float) -> aiohttp.ClientSession:
 
 def _dict(value: Any) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
+
+
+def _counted(metrics: Reply) -> dict[str, int]:
+    if metrics.status != 200:
+        return {}
+    with contextlib.suppress(ValueError):
+        return {name: int(count) for name in _TROUBLES if (count := sum_in(metrics.text, name))}
+    return {}
 
 
 def _names(value: Any) -> list[str]:

@@ -23,7 +23,7 @@ from baton.launch.machine import (
     check_ports_of,
     run_child,
 )
-from baton.launch.ports import port_claims
+from baton.launch.ports import claims_of
 from baton.launch.preflight import check_plan
 from baton.launch.shapes import ranks_of
 
@@ -98,7 +98,7 @@ def look_at_room(asked: Examination, up: set[str]) -> list[Finding]:
         return []
     mine = [each for each in asked.cluster.on(asked.node) if each.id not in up]
     names = {each.id for each in mine} | ({PROXY} if asked.cluster.proxy_node == asked.node else set()) - up
-    claims = [each for each in port_claims(asked.cluster) if each.process in names]
+    claims = [each for each in claims_of(asked.cluster) if each.process in names]
     commands = {each.id: asked.commands[each.id] for each in mine if each.id in asked.commands}
     on_cpu = install_for(asked.cluster, asked.install).device == "cpu"
     workers = sum(ranks_of(each.engine_args).workers for each in mine)

@@ -41,13 +41,18 @@ class Claim:
     what: str
 
 
-def port_claims(cluster: Cluster) -> list[Claim]:
+def claims_of(cluster: Cluster) -> list[Claim]:
     """Everything that will listen on a port that is known before it starts."""
     node, host = cluster.proxy_node, cluster.proxy_host
     claims = [Claim(node, host, cluster.proxy_port, "the proxy", "proxy", "API and metrics")]
     for instance in cluster.instances:
         claims += instance_claims(instance)
     return claims
+
+
+def port_claims(cluster: Cluster) -> list[tuple[str, int, str]]:
+    """Host, port and owner of all that."""
+    return [(each.host, each.port, each.owner) for each in claims_of(cluster)]
 
 
 def instance_claims(instance: Instance) -> list[Claim]:
@@ -79,7 +84,7 @@ def port_owners(cluster: Cluster) -> dict[tuple[str, int], str]:
         LaunchError: one has two owners; the message names both.
     """
     owners: dict[tuple[str, int], str] = {}
-    for claim in port_claims(cluster):
+    for claim in claims_of(cluster):
         place = claim.node, claim.port
         if place in owners:
             where = f" on {claim.node}" if len(cluster.nodes) > 1 else ""

@@ -91,7 +91,7 @@ def check_cluster(
     commands = list(commands)
     problems = check_install(install) + check_device(cluster, install)
     problems += check_plan(cluster, commands, install, local_model=local_model)
-    problems += check_ports((each.host, each.port, each.owner) for each in port_claims(cluster))
+    problems += check_ports(port_claims(cluster))
     workers = sum(ranks_of(command.argv).workers for command in commands)
     problems += check_descriptors() + check_shared_memory(workers)
     if install_for(cluster, install).device == "cpu" and local_model:

@@ -13,7 +13,7 @@ from baton.cluster import Cluster, Instance, Role
 from baton.engine import format_cpus
 from baton.launch.cluster_run import PROXY
 from baton.launch.commands import Command
-from baton.launch.ports import Claim, port_claims
+from baton.launch.ports import Claim, claims_of
 from baton.launch.preflight import Estimate
 from baton.launch.shapes import ranks_of
 
@@ -86,7 +86,7 @@ def processes(
 ) -> dict[str, list[Process]]:
     """Every process, by the host it runs on, engines in their order and the proxy after them."""
     ports: dict[str, list[Claim]] = {}
-    for claim in port_claims(cluster):
+    for claim in claims_of(cluster):
         ports.setdefault(claim.process, []).append(claim)
     made: dict[str, list[Process]] = {}
     for instance in cluster.instances:
