@@ -6,6 +6,7 @@ import json
 import shlex
 import stat
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -82,7 +83,7 @@ def test_a_script_a_host_runs_that_hosts_share(hosts: str, tmp_path: Path, capsy
     assert "--only c: nothing is planned there; there are a, b" in capsys.readouterr().err
 
 
-def test_the_scripts_words_arrive_as_planned_and_its_end_ends_all(hosts: str, tmp_path: Path) -> None:
+def test_the_scripts_words_arrive_as_planned(hosts: str, tmp_path: Path) -> None:
     """Run with a program in Python's place that prints what it gets."""
     fake = tmp_path / "fake"
     fake.write_text('#!/bin/sh\nprintf "%s\\n" "$VLLM_NIXL_SIDE_CHANNEL_HOST" "$@"\n')
@@ -94,6 +95,23 @@ def test_the_scripts_words_arrive_as_planned_and_its_end_ends_all(hosts: str, tm
     said = (run / "D0.log").read_text().splitlines()
     assert said[:4] == ["10.0.0.2", "-m", "baton.engine.serve", "/models/m"]
     assert json.loads(said[-1])["kv_role"] == "kv_consumer"
+
+
+def test_the_end_of_a_script_ends_what_it_started_and_waits_for_it(hosts: str, tmp_path: Path) -> None:
+    fake = tmp_path / "fake"
+    fake.write_text("#!/bin/sh\ntrap 'sleep 0.2; echo ended; exit' TERM\necho up\nwhile :; do sleep 0.05; done\n")
+    fake.chmod(0o755)
+    assert main(["plan", "-f", hosts, "--output", str(tmp_path)]) == 0
+    environ = {"PYTHON": str(fake), "PATH": "/usr/bin:/bin"}
+    with subprocess.Popen(["sh", tmp_path / "a.sh"], cwd=tmp_path, env=environ) as script:
+        logs = [tmp_path / "P0.log", tmp_path / "proxy.log"]
+        deadline = time.monotonic() + 60
+        while not all(log.exists() and log.read_text() for log in logs):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        script.terminate()
+        script.wait(60)
+    assert [log.read_text().split() for log in logs] == [["up", "ended"]] * 2
 
 
 def test_what_does_not_fit_is_said_below_the_plan(model: str, capsys: pytest.CaptureFixture[str]) -> None:

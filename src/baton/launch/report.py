@@ -140,7 +140,8 @@ def as_shell(node: str, found: Sequence[Process]) -> str:
     for each in found:
         shell = each.command.shell().replace(shlex.quote(sys.executable), PYTHON, 1)
         parts += ["", f"# {each.id}: {ports_of(each.ports)}", f"{shell} > {each.id}.log 2>&1 &", 'pids="$pids $!"']
-    return "\n".join([*parts, "", "wait"]) + "\n"
+    # The first is cut short by the signal; the second waits until all have ended.
+    return "\n".join([*parts, "", "wait || wait"]) + "\n"
 
 
 def dumps(value: Any) -> str:
