@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import shlex
+import signal
 import stat
 import subprocess
 import time
@@ -103,14 +106,19 @@ def test_the_end_of_a_script_ends_what_it_started_and_waits_for_it(hosts: str, t
     fake.chmod(0o755)
     assert main(["plan", "-f", hosts, "--output", str(tmp_path)]) == 0
     environ = {"PYTHON": str(fake), "PATH": "/usr/bin:/bin"}
-    with subprocess.Popen(["sh", tmp_path / "a.sh"], cwd=tmp_path, env=environ) as script:
-        logs = [tmp_path / "P0.log", tmp_path / "proxy.log"]
+    logs = [tmp_path / "P0.log", tmp_path / "proxy.log"]
+    script = subprocess.Popen(["sh", tmp_path / "a.sh"], cwd=tmp_path, env=environ, start_new_session=True)
+    try:
         deadline = time.monotonic() + 60
         while not all(log.exists() and log.read_text() for log in logs):
             assert time.monotonic() < deadline
             time.sleep(0.01)
         script.terminate()
         script.wait(60)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(script.pid, signal.SIGKILL)
+        script.wait()
     assert [log.read_text().split() for log in logs] == [["up", "ended"]] * 2
 
 

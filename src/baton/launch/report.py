@@ -134,14 +134,15 @@ def as_shell(node: str, found: Sequence[Process]) -> str:
         f"# {', '.join(each.id for each in found)} on {node}. Logs go to the folder it is run in; Ctrl-C stops all.",
         "set -eu",
         f"PYTHON=${{PYTHON:-{shlex.quote(sys.executable)}}}",
-        "pids=",
-        "trap 'kill $pids 2>/dev/null || true' INT TERM",
+        "pids= stop=",
+        "trap 'stop=1; kill $pids 2>/dev/null || true' INT TERM",
     ]
     for each in found:
         shell = each.command.shell().replace(shlex.quote(sys.executable), PYTHON, 1)
         parts += ["", f"# {each.id}: {ports_of(each.ports)}", f"{shell} > {each.id}.log 2>&1 &", 'pids="$pids $!"']
-    # The first is cut short by the signal; the second waits until all have ended.
-    return "\n".join([*parts, "", "wait || wait"]) + "\n"
+    # A signal may have come before the last pid was known; one that comes later cuts the first wait short.
+    parts += ["", '[ -z "$stop" ] || kill $pids 2>/dev/null || true', "wait || wait"]
+    return "\n".join(parts) + "\n"
 
 
 def dumps(value: Any) -> str:
