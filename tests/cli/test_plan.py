@@ -73,7 +73,7 @@ def test_a_script_a_host_runs_that_hosts_share(hosts: str, tmp_path: Path, capsy
     assert "--shell makes a script a host, and the plan has 2: choose one with --only a" in capsys.readouterr().err
     assert main(["plan", "-f", hosts, "--shell", "--only", "b"]) == 0
     script = capsys.readouterr().out
-    assert "# D0, proxy" not in script
+    assert "# D0 on b. " in script
     assert "# D0: API and metrics 8200, side channel 5659" in script
     assert main(["plan", "-f", hosts, "--output", str(tmp_path / "out")]) == 0
     paths = [Path(line) for line in capsys.readouterr().out.split()]
@@ -137,6 +137,15 @@ def test_check_looks_at_this_machine_too(model: str, capsys: pytest.CaptureFixtu
     capsys.readouterr()
     assert main([*words[:2], "--check", *words[2:]]) == 1
     assert "too little memory" in capsys.readouterr().err
+
+
+def test_hosts_are_shown_with_their_addresses(hosts: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "-f", hosts]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines[:8] if line and line[0] != " "][1:] == ["a (10.0.0.1)", "b (10.0.0.2)"]
+    assert main(["plan", "-f", hosts, "--json"]) == 0
+    value = json.loads(capsys.readouterr().out)
+    assert [(host["name"], host["address"]) for host in value["hosts"]] == [("a", "10.0.0.1"), ("b", "10.0.0.2")]
 
 
 def test_up_refuses_several_hosts_and_says_how(hosts: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 
 from baton.cluster import Device, Role, TransferMode
 
-SCHEMA_LINE = "# yaml-language-server: $schema=./baton.schema.json"
-
 
 @dataclass(frozen=True)
 class Wish:

@@ -12,7 +12,7 @@ from typing import Any
 import aiohttp
 import orjson
 
-from baton.launch.probe import counter_if_any
+from baton.launch.probe import counter_if_any, url_of
 
 NIXL_BYTES = "vllm:nixl_bytes_transferred_sum"
 COUNT_SECONDS = 12.0
@@ -58,8 +58,7 @@ class Peer:
 
     @property
     def url(self) -> str:
-        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
-        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
+        return url_of(self.host, self.port, "")
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from baton.cluster import Cluster, Instance, Role
+from baton.cluster import THIS_HOST, Cluster, Instance, Role
 from baton.engine import format_cpus
 from baton.launch.cluster_run import PROXY
 from baton.launch.commands import Command
@@ -70,6 +70,11 @@ class Process:
         return f"{self.id:6} {'' if self.instance is None else self.instance.role:8} {'; '.join(said)}"
 
 
+def address_of(found: Sequence[Process]) -> str:
+    """Where the processes of one host are reached."""
+    return found[0].ports[0].host
+
+
 def ports_of(claims: Sequence[Claim]) -> str:
     """Ports and what they are for; those of an engine's ranks, which follow each other, as a range."""
     ranks = [each.port for each in claims if each.what.startswith("side channel of rank")]
@@ -104,7 +109,10 @@ def as_value(cluster: Cluster, hosts: Mapping[str, Sequence[Process]], problems:
         "model": cluster.model,
         "device": cluster.device,
         "transfer_mode": str(cluster.transfer_mode),
-        "hosts": [{"name": name, "processes": [each.value() for each in found]} for name, found in hosts.items()],
+        "hosts": [
+            {"name": name, "address": address_of(found), "processes": [each.value() for each in found]}
+            for name, found in hosts.items()
+        ],
         "problems": list(problems),
     }
 
@@ -119,7 +127,8 @@ def as_text(cluster: Cluster, hosts: Mapping[str, Sequence[Process]], free: int 
     on = f"on {len(hosts)} host{'s' if len(hosts) > 1 else ''}"
     lines = [f"{cluster.model}: {counts} servers {on}, {cluster.transfer_mode} mode"]
     for name, found in hosts.items():
-        lines += ["", name, *(f"  {each.line()}" for each in found)]
+        title = name if name in (THIS_HOST, address_of(found)) else f"{name} ({address_of(found)})"
+        lines += ["", title, *(f"  {each.line()}" for each in found)]
         total = sum(each.memory.total for each in found if each.memory is not None)
         if total and free is not None:
             lines.append(f"  in all about {total / 1e9:.1f} GB of memory; {free / 1e9:.1f} GB are free")
