@@ -85,7 +85,8 @@ def _request(cluster: Cluster, instance: Instance) -> EngineRequest:
         side_channel_port=instance.side_channel_port,
         cpus=instance.cpus,
         devices=instance.devices,
-        available_cpus=available_cpus() if len(cluster.nodes) == 1 else (),
+        # On one host of several nobody knows the cores.
+        available_cpus=() if any(each.node != instance.node for each in cluster.instances) else available_cpus(),
         transfer_mode=cluster.transfer_mode,
         bidirectional=cluster.bidirectional,
         pull_threshold=cluster.pull_threshold,

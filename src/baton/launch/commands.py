@@ -207,7 +207,7 @@ def without_flag(args: Sequence[str], name: str) -> tuple[str, ...]:
 
 
 def with_side_channel_port(args: Sequence[str], port: int) -> tuple[str, ...]:
-    """*args* with the side channel's port in --additional-config, where vLLM's plugin for Neuron reads it (spec/)."""
+    """*args* with the side channel's port in --additional-config, where vLLM's plugin for Neuron reads it."""
     config = {"nixl_side_channel_port": port, **json_flag(args, "--additional-config")}
     if flag_value(args, "--additional-config") is None:
         return (*args, "--additional-config", json.dumps(config))

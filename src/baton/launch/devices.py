@@ -80,7 +80,7 @@ def visible_devices(device: str, devices: tuple[int, ...]) -> dict[str, str]:
 
 
 def neuron_transfer(transfer: Mapping[str, Any], asked: Transport) -> dict[str, Any]:
-    """A kv_transfer_config with what spec/ adds on Neuron: the buffer's device by CUDA's name, and LIBFABRIC."""
+    """A kv_transfer_config as vLLM's plugin for Neuron wants it: the buffer's device by CUDA's name, and LIBFABRIC."""
     extra = transfer.get("kv_connector_extra_config", {})
     if asked.backend is None:
         extra = {"backends": [str(TransferBackend.LIBFABRIC)], **extra}

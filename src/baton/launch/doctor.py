@@ -18,7 +18,7 @@ import orjson
 from baton.cluster import Cluster, Instance, Role, TransferMode
 from baton.launch.findings import Finding, bad, note, ok, skipped
 from baton.launch.hand_off import COUNT_SECONDS, HandOffFailed, Peer, hand_over
-from baton.launch.ports import means_here
+from baton.launch.ports import means_here, peer_nodes
 from baton.launch.probe import sum_in, url_of
 
 ANSWER_SECONDS = 5.0
@@ -193,17 +193,18 @@ def check_alike(seen: Sequence[Seen]) -> Iterator[Finding]:
 
 def check_advertised(cluster: Cluster, seen: Sequence[Seen]) -> Iterator[Finding]:
     """The address that peers are told is one that they can reach, and the one that was planned."""
+    peers = peer_nodes(cluster)
     for each in seen:
         if not each.about or not each.about.get("side_channel_host"):
             continue
         instance, name = each.instance, each.instance.id
         host, port = str(each.about["side_channel_host"]), each.about.get("side_channel_port")
-        others = {peer.node for peer in cluster.instances if peer.role is not instance.role} - {instance.node}
+        others = [node for node in peers[instance.role] if node != instance.node]
         if others and means_here(host):
             yield bad(
                 "advertised host",
                 name,
-                f"tells peers on {', '.join(sorted(others)[:4])} to meet it at {host}, which is their own host",
+                f"tells peers on {', '.join(others[:4])} to meet it at {host}, which is their own host",
                 f"start it with --side-channel-host {instance.side_channel_host}"
                 if not means_here(instance.side_channel_host)
                 else "give it --side-channel-host with an address that they reach",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from baton.cluster import Cluster, Instance
+from baton.cluster import Cluster, Instance, Role
 from baton.launch.commands import flag_value
 from baton.launch.errors import LaunchError
 from baton.launch.shapes import ranks_of, side_channels
@@ -75,6 +75,12 @@ def instance_claims(instance: Instance) -> list[Claim]:
         port = _number(instance.engine_args, MASTER_PORT, "--master-port")
         claims.append(claim(flag_value(instance.engine_args, "--master-addr") or instance.host, port, "master"))
     return claims
+
+
+def peer_nodes(cluster: Cluster) -> dict[Role, tuple[str, ...]]:
+    """For each role, the hosts that its peers of the other role run on."""
+    nodes = {role: tuple(dict.fromkeys(each.node for each in cluster.of_role(role))) for role in Role}
+    return {Role.PREFILL: nodes[Role.DECODE], Role.DECODE: nodes[Role.PREFILL]}
 
 
 def port_owners(cluster: Cluster) -> dict[tuple[str, int], str]:

@@ -24,7 +24,7 @@ from baton.launch.devices import EngineInstall, nixl_version
 from baton.launch.fits import check_fits
 from baton.launch.heads import block_problem, heads_problem, sizes_problem
 from baton.launch.model_config import read_config
-from baton.launch.ports import means_here, port_claims
+from baton.launch.ports import means_here, peer_nodes, port_claims
 from baton.launch.problem import Problem
 from baton.launch.shapes import experts_problem, ranks_of, side_channels
 from baton.launch.speculative import check_speculative
@@ -121,17 +121,16 @@ def check_plan(
 def check_routable(cluster: Cluster) -> list[Problem]:
     """A problem for each engine with peers on other hosts that would tell them an address of nobody's.
 
-    What is bound is what is advertised (vllm 0.32, nixl/base_scheduler.py), so all addresses won't do either, though
-    spec/ says so.
+    What is bound is what is advertised (vllm 0.32, nixl/base_scheduler.py), so all addresses won't do either.
     """
-    problems = []
+    problems, peers = [], peer_nodes(cluster)
     for instance in cluster.instances:
-        others = {peer.node for peer in cluster.instances if peer.role is not instance.role} - {instance.node}
+        others = [node for node in peers[instance.role] if node != instance.node]
         if others and means_here(instance.side_channel_host):
             problems.append(
                 Problem(
                     f"{instance.id}'s side channel host is {instance.side_channel_host}, and peers on "
-                    f"{', '.join(sorted(others)[:4])} are told that address: give {instance.node} an address that "
+                    f"{', '.join(others[:4])} are told that address: give {instance.node} an address that "
                     "they reach (host, or side_channel_host)",
                     words=True,
                 )
