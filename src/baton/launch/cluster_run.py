@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import orjson
@@ -24,11 +25,22 @@ WAITING = "waiting for the engines"
 def cluster_commands(
     cluster: Cluster, model: ResolvedModel, install: EngineInstall, environ: Mapping[str, str] = os.environ
 ) -> dict[str, Command]:
-    """The command of every process of *cluster*, by name: each instance, then the proxy."""
+    """The command of every process of *cluster*, by name: each instance, then the proxy.
+
+    What stands in *environ* keeps our defaults away, where all runs on this host.
+    """
+    install = install_for(cluster, install)
+    environ = environ if len(cluster.nodes) == 1 else {}
     commands = {
         instance.id: instance_command(cluster, instance, model, install, environ) for instance in cluster.instances
     }
     return commands | {PROXY: proxy_command(cluster)}
+
+
+def here(cluster: Cluster, node: str) -> tuple[str, ...]:
+    """The processes of *cluster* that run on the host *node*: instances, then the proxy."""
+    engines = tuple(instance.id for instance in cluster.on(node))
+    return (*engines, PROXY) if node == cluster.proxy_node else engines
 
 
 def probe_of(cluster: Cluster, name: str) -> Probe:
@@ -38,6 +50,11 @@ def probe_of(cluster: Cluster, name: str) -> Probe:
         return answers(cluster.proxy_host, cluster.proxy_port, "/health", all_are_usable)
     instance = next(each for each in cluster.instances if each.id == name)
     return answers(instance.host, instance.port, "/health")
+
+
+def install_for(cluster: Cluster, install: EngineInstall) -> EngineInstall:
+    """The vLLM that the cluster's engines run on: what is installed here, on the device that was asked for."""
+    return install if cluster.device is None else replace(install, device=str(cluster.device))
 
 
 def all_are_usable(health: bytes) -> bool:
@@ -57,7 +74,14 @@ def instance_command(
 ) -> Command:
     """The command of one engine of *cluster*."""
     command = engine_command(_request(cluster, instance), model, install, {**environ, **instance.environ})
-    return Command({**instance.environ, **command.environ}, command.argv)
+    # Who names devices himself, by ids perhaps, is left alone.
+    ours = {
+        name: value for name, value in command.environ.items() if name not in _VISIBLE or name not in instance.environ
+    }
+    return Command({**instance.environ, **ours}, command.argv)
+
+
+_VISIBLE = ("CUDA_VISIBLE_DEVICES", "NEURON_VISIBLE_DEVICES")
 
 
 def _request(cluster: Cluster, instance: Instance) -> EngineRequest:
@@ -67,7 +91,9 @@ def _request(cluster: Cluster, instance: Instance) -> EngineRequest:
         side_channel_host=instance.side_channel_host,
         side_channel_port=instance.side_channel_port,
         cpus=instance.cpus,
-        available_cpus=available_cpus(),
+        devices=instance.devices,
+        # On one host of several nobody knows the cores.
+        available_cpus=() if any(each.node != instance.node for each in cluster.instances) else available_cpus(),
         transfer_mode=cluster.transfer_mode,
         bidirectional=cluster.bidirectional,
         pull_threshold=cluster.pull_threshold,

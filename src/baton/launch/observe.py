@@ -9,6 +9,7 @@ from typing import Any
 
 import aiohttp
 
+from baton.launch.cluster_run import PROXY, here
 from baton.launch.control import ControlFailed, ask_status
 from baton.launch.proxy_client import ProxyClient, ProxyRefused
 from baton.launch.record import ClusterRecord, runs
@@ -71,10 +72,12 @@ async def _processes(record: ClusterRecord) -> list[dict[str, Any]]:
         except ControlFailed:
             pass
     urls = {each.id: (str(each.role), each.url) for each in record.cluster.instances}
-    proxy = ("proxy", ProxyClient.of(record.cluster, {}).url)
+    proxy = (PROXY, ProxyClient.of(record.cluster, {}).url)
     known = {each.name: each for each in record.processes}
     rows: list[dict[str, Any]] = []
-    for name, (role, url) in [*urls.items(), ("proxy", proxy)]:
+    rows_of = {**urls, PROXY: proxy}
+    for name in here(record.cluster, record.node):
+        role, url = rows_of[name]
         process = known.get(name)
         alive = process is not None and runs(process)
         rows.append(
@@ -99,7 +102,7 @@ async def _seen(
     proxy: ProxyClient, record: ClusterRecord
 ) -> tuple[list[dict[str, Any]] | None, dict[str, dict[str, Any] | None]]:
     """The proxy's rows, None when it cannot be asked, and what each engine says of itself."""
-    instances = record.cluster.instances
+    instances = record.cluster.on(record.node)
 
     async def routed() -> list[dict[str, Any]] | None:
         try:

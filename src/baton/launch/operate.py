@@ -13,12 +13,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from baton.cluster import Cluster, Endpoint, Instance, Role
-from baton.launch.cluster_run import PROXY, WAITING, probe_of
+from baton.cluster import THIS_HOST, Cluster, Endpoint, Instance, Role
+from baton.launch.cluster_run import PROXY, WAITING, here, probe_of
 from baton.launch.commands import Command
 from baton.launch.errors import LaunchError
 from baton.launch.phases import STARTING
-from baton.launch.plan import port_claims
+from baton.launch.ports import claims_of, instance_claims
 from baton.launch.preflight import check_ports
 from baton.launch.proxy_client import ProxyClient
 from baton.launch.record import ClusterRecord, ProcessRecord, created_at, save
@@ -118,7 +118,7 @@ class Operator:
         """Take over what is *left* of it, and start the rest."""
         save(self.record, self._environ)
         known = {process.name: process for process in left}
-        for name in [*(each.id for each in self.cluster.instances), PROXY]:
+        for name in here(self.cluster, self.record.node):
             process = known.get(name)
             probe = probe_of(self.cluster, name)
             if process is not None:
@@ -252,8 +252,9 @@ class Operator:
     def status(self) -> list[dict[str, Any]]:
         """What is known here of each process: its name, what it does, since when, and how it fared."""
         rows = []
-        for name, endpoint in [*((each.id, each) for each in self.cluster.instances), (PROXY, None)]:
-            child, fortune = self.supervisor.child(name), self.fortune(name)
+        engines = {each.id: each for each in self.cluster.instances}
+        for name in here(self.cluster, self.record.node):
+            endpoint, child, fortune = engines.get(name), self.supervisor.child(name), self.fortune(name)
             rows.append(
                 {
                     "id": name,
@@ -287,7 +288,7 @@ class Operator:
                 if count < 1:
                     raise LaunchError(f"--{role} {count}: a cluster needs at least one {role} server")
             for role, count in wanted.items():
-                have = self.cluster.of_role(role)
+                have = [each for each in self.cluster.on(self.record.node) if each.role is role]
                 if count == len(have):
                     say(f"there are {count} {role} servers already")
                 if count > len(have):
@@ -303,12 +304,11 @@ class Operator:
     async def _grow(self, role: Role, more: int, say: Say) -> None:
         fresh: list[Instance] = []
         for _ in range(more):
-            fresh.append(next_instance(self.cluster, role, fresh))
+            fresh.append(next_instance(self.cluster, role, fresh, self.record.node))
         # All of it is checked before any of it is started.
         grown = ordered((*self.cluster.instances, *fresh))
-        mine = {each.id for each in fresh}
-        claims = port_claims(self.cluster.model_copy(update={"instances": tuple(fresh)}))
-        problems = check_ports(claim for claim in claims if claim[2].partition("'")[0] in mine)
+        claims = [claim for each in fresh for claim in instance_claims(each)]
+        problems = check_ports((claim.host, claim.port, claim.owner) for claim in claims)
         if problems:
             raise LaunchError("; ".join(problem.what for problem in problems))
         before = self.cluster.instances
@@ -396,7 +396,7 @@ class Operator:
         self.write()
 
     def _named(self, names: list[str]) -> list[Instance]:
-        by_name = {each.id: each for each in self.cluster.instances}
+        by_name = {each.id: each for each in self.cluster.on(self.record.node)}
         for name in names:
             if name not in by_name:
                 raise LaunchError(f"there is no instance {name!r}: there are {', '.join(by_name)}")
@@ -417,29 +417,32 @@ def ordered(instances: tuple[Instance, ...]) -> tuple[Instance, ...]:
     return tuple(sorted(instances, key=lambda each: each.role is not Role.PREFILL))
 
 
-def next_instance(cluster: Cluster, role: Role, beside: list[Instance]) -> Instance:
-    """One more instance of *role*, as its last one, with a name and ports of its own.
+def next_instance(cluster: Cluster, role: Role, beside: Sequence[Instance], node: str = THIS_HOST) -> Instance:
+    """One more instance of *role* on *node*, as the last one there, with a name and ports of its own.
+
+    Args:
+        beside: others that are new as well.
 
     Raises:
-        LaunchError: there are no ports left.
+        LaunchError: there are no ports left, or none of the role is there.
     """
-    same = [*cluster.of_role(role), *(each for each in beside if each.role is role)]
-    number = 1 + max(int(each.id[1:]) for each in same if each.id[1:].isdigit())
-    taken = {port for _, port, _ in port_claims(cluster)} | {
-        port for each in beside for port in (each.port, *range(each.side_channel_port, _after(each)))
-    }
+    every = (*cluster.instances, *beside)
+    same = [each for each in every if each.role is role and each.node == node]
+    if not same:
+        raise LaunchError(f"there is no {role} server on {node} that another one could be like")
+    number = 1 + max((int(each.id[1:]) for each in every if each.role is role and each.id[1:].isdigit()), default=-1)
+    taken = {claim.port for claim in claims_of(cluster.model_copy(update={"instances": every})) if claim.node == node}
+    last = same[-1]
     port = max(each.port for each in same) + 1
     while port in taken:
         port += 1
-    last = same[-1]
     width = _after(last) - last.side_channel_port
     side = max(map(_after, same))
-    while taken & set(range(side, side + width)) or side <= port < side + width:
+    while (taken | {port}) & set(range(side, side + width)):
         side += 1
-    if max(port, side + width) > 65535:
+    if max(port, side + width - 1) > 65535:
         raise LaunchError(f"there are no ports left for one more {role} server")
-    name = f"{role.letter}{number}"
-    return last.model_copy(update={"id": name, "port": port, "side_channel_port": side})
+    return last.model_copy(update={"id": f"{role.letter}{number}", "port": port, "side_channel_port": side})
 
 
 def _after(instance: Instance) -> int:

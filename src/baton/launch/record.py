@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 from pydantic import ValidationError
 
-from baton.cluster import Cluster, Value
+from baton.cluster import THIS_HOST, Cluster, Value
 from baton.launch.errors import LaunchError
 
 RUN = "BATON_RUN"
@@ -56,6 +56,7 @@ class ClusterRecord(Value):
         logs: the folder of its logs.
         asked: what `baton up` was asked for.
         cluster: what that has become: instances come and go.
+        node: the host, by its name in the plan, whose share runs here.
         model_folder: of the model that engines serve.
         served_model: what requests call it.
         restarts: whether what ends is started again.
@@ -70,6 +71,7 @@ class ClusterRecord(Value):
     logs: Path
     asked: Cluster
     cluster: Cluster
+    node: str = THIS_HOST
     model_folder: str
     served_model: str
     restarts: bool = True
