@@ -42,7 +42,18 @@ class TransferBackend(enum.StrEnum):
     LIBFABRIC = "LIBFABRIC"
 
 
+class Device(enum.StrEnum):
+    """What engines compute on."""
+
+    CPU = "cpu"
+    CUDA = "cuda"
+    NEURON = "neuron"
+
+
 Port = Annotated[int, Field(ge=1, le=65535)]
+
+THIS_HOST = "localhost"
+"""What a plan calls the host of whatever listens on loopback or on all addresses and says nothing more."""
 
 
 class Value(BaseModel):
@@ -97,7 +108,9 @@ class Instance(Endpoint):
         id: ``P0``, ``P1``, ``D0``, ...
         side_channel_host: where NIXL's metadata exchange binds and what is advertised to peers.
         side_channel_port: its first port; one a data-parallel rank.
+        node: the host it runs on, by the name in the plan.
         cpus: core numbers it may use; empty means all.
+        devices: numbers of the accelerators that it may see; empty means all.
         engine_args: `vllm serve` flags beyond Baton's own, as typed.
         environ: variables for it; they win over the caller's environment.
     """
@@ -105,34 +118,49 @@ class Instance(Endpoint):
     id: str
     side_channel_host: str = "127.0.0.1"
     side_channel_port: Port
+    node: str = THIS_HOST
     cpus: tuple[int, ...] = ()
+    devices: tuple[int, ...] = ()
     engine_args: tuple[str, ...] = ()
     environ: dict[str, str] = {}
 
 
 class Cluster(Value):
-    """A planned cluster on one host.
+    """A planned cluster, on one host or several.
 
     Attributes:
         model: what the user called it.
+        device: what engines compute on; None is what the installed vLLM is for.
         transfer_mode: how the KV cache travels.
         bidirectional: whether decode servers keep a turn's KV cache for the next turn's prefill server.
         pull_threshold: tokens below which that computes them instead; None leaves vLLM's default.
         transport: what it travels over.
         proxy_host: where the proxy listens, with *proxy_port*.
+        proxy_node: the host it runs on.
         proxy_flags: more flags of the proxy.
         instances: prefill instances first.
     """
 
     model: str
+    device: Device | None = None
     transfer_mode: TransferMode = TransferMode.READ
     bidirectional: bool = False
     pull_threshold: int | None = None
     transport: Transport = Transport()
     proxy_host: str = "127.0.0.1"
     proxy_port: Port = 8000
+    proxy_node: str = THIS_HOST
     proxy_flags: tuple[str, ...] = ()
     instances: tuple[Instance, ...]
 
     def of_role(self, role: Role) -> tuple[Instance, ...]:
         return tuple(instance for instance in self.instances if instance.role is role)
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """The hosts that engines run on, in the order of the instances."""
+        return tuple(dict.fromkeys(instance.node for instance in self.instances))
+
+    def on(self, node: str) -> tuple[Instance, ...]:
+        """The instances of one host."""
+        return tuple(instance for instance in self.instances if instance.node == node)

@@ -72,6 +72,14 @@ def call(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
         (["proxy", "--client-tickets", "--no-turns"], "--client-tickets and --no-turns contradict each other"),
         (["proxy", "--turn-ttl-seconds", "0"], "'0' is not a positive number of seconds"),
         (["proxy", "--max-turns", "0"], "'0' is not a whole number of 1 or more"),
+        (["up", "--name", "a/b"], "--name 'a/b': a cluster's name is 1 to 64 letters"),
+        (["up", "--restart", "always"], "invalid choice: 'always' (choose from 'on-failure', 'never')"),
+        (["scale"], "say how many: --prefill N, --decode N, or both"),
+        (["scale", "--decode", "0"], "'0' is not a whole number of 1 or more"),
+        (["restart"], "name instances, or give --all"),
+        (["restart", "D0", "--all"], "name instances, or give --all"),
+        (["drain"], "the following arguments are required: ID"),
+        (["status", "--admin-key", "k"], "--admin-key goes with --proxy"),
         (["model", "path", "nope"], "there is no embedded model 'nope'; there is: smollm2-135m-instruct"),
     ],
 )
@@ -83,6 +91,14 @@ def test_wrong_words_are_one_line_and_exit_code_2(
     assert said in err
     assert err.count("\n") == 1
     assert err.startswith("baton: ")
+
+
+@pytest.mark.parametrize("words", [["status"], ["logs", "D0"], ["scale", "--decode", "2"], ["drain", "D0"], ["down"]])
+def test_without_a_cluster_there_is_nothing_to_command(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    assert call(capsys, *words) == (1, "baton: no cluster 'default' is running: start one with `baton up`\n")
 
 
 @pytest.mark.parametrize("command", ["up", "engine"])

@@ -160,7 +160,28 @@ def test_json_says_the_same(tmp_path: Path) -> None:
             "line 6: there is no key 'decode[0].prot' (value 8200): did you mean port?",
         ),
         (SHORT + "proxy: {hosts: x}\n", "line 6: there is no key 'proxy.hosts' (value \"x\"): did you mean host?"),
-        (SHORT + "xyz: 1\n", "there is no key 'xyz' (value 1); there is: model, transfer_mode, bidirectional_kv,"),
+        (
+            SHORT + "xyz: 1\n",
+            "there is no key 'xyz' (value 1); there is: model, device, transfer_mode,",
+        ),
+        (
+            SHORT + "hosts:\n  a: {adress: x}\n",
+            "line 7: there is no key 'hosts.a.adress' (value \"x\"): did you mean address?",
+        ),
+        (
+            SHORT + "defaults:\n  decode:\n    limits:\n      max_seqs: 1\n",
+            "line 9: there is no key 'defaults.decode.limits.max_seqs' (value 1): did you mean max_num_seqs?",
+        ),
+        (
+            "model: m\nprefill:\n  prot: 1\ndecode: 1\n",
+            "line 3: there is no key 'prefill[0].prot' (value 1): did you mean port?",
+        ),
+        ("model: m\nprefill: 0\ndecode: 1\n", "line 2: prefill is 0: "),
+        (SHORT + "device: gpu\n", "line 6: device is \"gpu\": choose 'cpu', 'cuda' or 'neuron'"),
+        (
+            "model: m\nprefill: {host: a, hosts: [b]}\ndecode: 1\n",
+            'line 2: prefill[0] is {"host": "a", "hosts": ["b"]}: it has both host and hosts: keep one of them',
+        ),
         ("prefill: [{}]\ndecode: [{}]\n", "the key 'model' is missing: name an embedded model, a folder or a hub id"),
         ("model: m\nprefill: [{}]\n", "the key 'decode' is missing: list at least one server"),
         ("model: m\nprefill: []\ndecode: [{}]\n", "line 2: prefill is []: a cluster needs at least one prefill server"),
@@ -168,7 +189,7 @@ def test_json_says_the_same(tmp_path: Path) -> None:
             "model: m\nprefill: [{port: 80000}]\ndecode: [{}]\n",
             "line 2: prefill[0].port is 80000: it should be less than or equal to 65535",
         ),
-        ("model: m\nprefill: 2\ndecode: [{}]\n", "line 2: prefill is 2: it should be a tuple"),
+        ("model: m\nprefill: two\ndecode: [{}]\n", 'line 2: prefill is "two": it should be a tuple'),
         (SHORT + "transfer_mode: pull\n", "line 6: transfer_mode is \"pull\": choose 'read'"),
         (
             "model: m\nprefill: [{replicas: 0}]\ndecode: [{}]\n",

@@ -12,7 +12,7 @@ import pytest
 from baton.cli import main
 from baton.cluster import Role
 from baton.launch import EngineInstall, PlanRequest, cluster_commands, plan
-from baton.launch.fits import CHECKS, problems
+from baton.launch.fits import CHECKS, check_fits, problems
 from baton.launch.model_config import read_config
 from baton.launch.planned import Plan, Planned
 from baton.models import ResolvedModel
@@ -265,3 +265,11 @@ defaults: {{engine_args: --kv-cache-memory-bytes 1000}}
     first, second = capsys.readouterr().err.splitlines()
     assert "--kv-cache-dtype is auto on P0 and fp8 on D0" in first
     assert "--block-size is 32 on P0 and 128 on D0" in second
+
+
+def test_engines_alike_are_looked_at_once_but_for_ids_of_their_own() -> None:
+    given = json.dumps({"engine_id": "e"})
+    cluster = plan(PlanRequest(model="m", prefill=3, prefill_args=("--kv-transfer-config", given)))
+    commands = cluster_commands(cluster, ResolvedModel("/m", "m"), EngineInstall("", "", "cpu", has_nixl=True), {})
+    (problem,) = check_fits(cluster, [commands[each.id] for each in cluster.instances], "cpu")
+    assert "engine_id 'e' in --kv-transfer-config is given to P0 and P1 and P2" in problem.what

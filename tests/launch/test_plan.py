@@ -4,7 +4,7 @@ import pytest
 
 from baton.cluster import Role
 from baton.launch import LaunchError, PlanRequest, plan, share_cpus
-from baton.launch.plan import port_owners
+from baton.launch.ports import port_owners
 
 
 def test_one_of_each_on_the_fields_ports() -> None:
@@ -42,7 +42,7 @@ def test_a_collision_names_both_owners(options: dict[str, int], words: str) -> N
 def test_every_data_parallel_rank_has_a_side_channel_of_its_own() -> None:
     cluster = plan(PlanRequest(model="m", decode=2, decode_args=("--data-parallel-size", "2")))
     assert [each.side_channel_port for each in cluster.of_role(Role.DECODE)] == [5659, 5661]
-    assert port_owners(cluster)[5662] == "D1's side channel of rank 1"
+    assert port_owners(cluster)["localhost", 5662] == "D1's side channel of rank 1"
     with pytest.raises(LaunchError, match="5659 is planned for P0's side channel of rank 1 and for D0's side channel"):
         plan(PlanRequest(model="m", prefill_side_port=5658, prefill_args=("-dp", "2")))
     with pytest.raises(LaunchError, match="port 65536 for D0's side channel of rank 1 is not a port number"):

@@ -17,7 +17,7 @@ from baton.launch.preflight import (
     check_install,
     check_memory,
     check_ports,
-    estimate_bytes,
+    estimate,
     expert_share,
     weight_bytes,
 )
@@ -46,8 +46,8 @@ def engine(folder: Path, *flags: str) -> Command:
 
 
 def test_memory_is_weights_kv_and_overhead(tmp_path: Path) -> None:
-    assert estimate_bytes(engine(tmp_path, "--kv-cache-memory-bytes", "500"), {}) == 500 + ENGINE_OVERHEAD_BYTES
-    assert estimate_bytes(engine(tmp_path), {"VLLM_CPU_KVCACHE_SPACE": "2"}) == (2 << 30) + ENGINE_OVERHEAD_BYTES
+    assert estimate(engine(tmp_path, "--kv-cache-memory-bytes", "500"), {}).total == 500 + ENGINE_OVERHEAD_BYTES
+    assert estimate(engine(tmp_path), {"VLLM_CPU_KVCACHE_SPACE": "2"}).total == (2 << 30) + ENGINE_OVERHEAD_BYTES
 
 
 def test_every_worker_has_a_kv_cache_and_only_experts_are_shared_by_data_parallel_ranks(tmp_path: Path) -> None:
@@ -62,7 +62,7 @@ def test_every_worker_has_a_kv_cache_and_only_experts_are_shared_by_data_paralle
     size = (tmp_path / "a.safetensors").stat().st_size
     flags = ("--data-parallel-size", "2", "--tensor-parallel-size", "2", "--kv-cache-memory-bytes", "500")
     overhead = ENGINE_OVERHEAD_BYTES + 3 * WORKER_OVERHEAD_BYTES
-    assert estimate_bytes(engine(tmp_path, *flags), {}) == size + int(size * 0.4) + 4 * 500 + overhead
+    assert estimate(engine(tmp_path, *flags), {}).total == size + int(size * 0.4) + 4 * 500 + overhead
 
 
 def test_too_little_memory_says_how_much_and_what_to_do(tmp_path: Path) -> None:

@@ -14,8 +14,17 @@ from baton.cli.parser import Failure, Parser
 
 _COMMANDS = {
     "up": "start engines and proxy on this host, and stop them together",
+    "init": "write a commented cluster file",
+    "plan": "what up would start: ports, devices, commands",
+    "doctor": "what is wrong, and how to mend it",
     "engine": "one vLLM server in a role",
     "proxy": "the front door: takes OpenAI requests and runs both phases",
+    "status": "what a running cluster is doing",
+    "logs": "what one of its processes has written",
+    "scale": "more or fewer servers of a role, while it serves",
+    "drain": "have an instance finish and get nothing new",
+    "restart": "start instances anew, one after the other",
+    "down": "end everything that `baton up` started",
     "model": "the embedded model: list, path",
 }
 

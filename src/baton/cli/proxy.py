@@ -80,18 +80,19 @@ def read_cluster(path: str) -> tuple[dict[Role, tuple[Endpoint, ...]], list[str]
         Failure: the file is no good.
     """
     # Only here: a proxy that needs no file must not pay for the launcher.
-    from baton.launch import ClusterFileError, LaunchError, file_endpoints, read_cluster_file
+    from baton.launch import ClusterFileError, LaunchError, file_endpoints, proxy_address, read_cluster_file
 
     try:
         file = read_cluster_file(Path(path).expanduser())
         endpoints = {role: file_endpoints(file, role) for role in Role}
+        host = proxy_address(file)
     except ClusterFileError as error:
         raise Failure(str(error), 2, error.others) from error
     except LaunchError as error:
         raise Failure(f"{path}: {error}", 2) from error
-    given = (("--host", file.proxy.host), ("--port", file.proxy.port))
+    given = (("--host", host), ("--port", file.proxy.port))
     words = [word for name, value in given if value is not None for word in (name, str(value))]
-    return endpoints, [*words, *file.proxy.flags]
+    return endpoints, [*words, *file.proxy.words()]
 
 
 def where(args: argparse.Namespace) -> str:
@@ -284,6 +285,7 @@ def _parser() -> Parser:
 def _engines(parser: Parser) -> None:
     group = parser.add_argument_group("engines")
     group.add_argument(
+        "-f",
         "--cluster",
         metavar="FILE",
         help="the engines and the proxy's own flags, in YAML or JSON, as for baton up; flags win over it",

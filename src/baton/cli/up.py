@@ -4,54 +4,60 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import logging
 import os
-import shlex
+import secrets
 import signal
 import sys
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
-from baton.cli.parser import Failure, Parser, add_transfer_flags, count, port_number, seconds
+from baton.cli.cluster_flags import add_cluster_flags, planned_cluster, split
+from baton.cli.parser import Failure, Parser, count, seconds
 from baton.cli.show import Progress
-from baton.cli.transport import add_transport, transport_of
-from baton.cluster import Cluster, Role, TransferMode
+from baton.cluster import Cluster
 from baton.launch import (
+    DEFAULT_NAME,
+    PROXY,
+    SOCKET,
     ChildDied,
     ClusterFileError,
+    ClusterRecord,
     Command,
-    Flags,
+    Keeping,
     LaunchError,
-    PlanRequest,
-    RoleFlags,
+    Operator,
+    ProcessRecord,
+    ProxyClient,
     StartTimeout,
     Supervisor,
     TryoutFailed,
     ask,
-    available_cpus,
-    bidirectional_asked,
     check_cluster,
+    check_name,
     cluster_commands,
-    dashed,
+    created_at,
     default_logs,
+    forget,
+    here,
     installed_engine,
-    plan,
-    plan_file,
-    read_cluster_file,
-    start_cluster,
+    listening,
+    load,
+    take_down,
     url_of,
 )
-from baton.models import EMBEDDED, ModelError, ResolvedModel, resolve
-
-DEFAULT_MODEL = next(iter(EMBEDDED))
+from baton.models import ModelError, ResolvedModel, resolve
 
 
 def run(words: Sequence[str]) -> int:
-    words, engine_args = _split(words)
+    words, engine_args = split(words)
     args = _parser().parse_all(words)
-    common = (*_quoted(args.engine_args, "--engine-args"), *dashed(engine_args))
     try:
-        cluster = _planned(args, common)
+        check_name(args.name)
+        cluster, node = _share(args, engine_args)
+        if args.prompt is not None and PROXY not in here(cluster, node):
+            raise LaunchError(f"--prompt asks the proxy, which runs on {cluster.proxy_node}: give it there")
         model = resolve(cluster.model, report=lambda line: print(f"{line} ...", file=sys.stderr, flush=True))
         install = installed_engine()
         commands = cluster_commands(cluster, model, install)
@@ -62,99 +68,150 @@ def run(words: Sequence[str]) -> int:
     except ModelError as error:
         raise Failure(str(error)) from error
     if args.dry_run:
-        print("\n\n".join(f"# {name}\n{command.shell()}" for name, command in commands.items()))
+        mine = here(cluster, node)
+        print("\n\n".join(f"# {name}\n{command.shell()}" for name, command in commands.items() if name in mine))
         return 0
-    engines = [command for name, command in commands.items() if name != "proxy"]
-    problems = check_cluster(cluster, engines, install, local_model=model.local)
-    if problems:
-        code = 2 if all(problem.words for problem in problems) else 1
-        raise Failure(problems[0].what, code, [problem.what for problem in problems[1:]])
-    logs = Path(args.log_dir).expanduser() if args.log_dir else default_logs()
+    left = _left_running(args.name, cluster, model)
+    if left is None:
+        engines = [command for name, command in commands.items() if name != PROXY]
+        problems = check_cluster(cluster, engines, install, local_model=model.local, node=node)
+        if problems:
+            code = 2 if all(problem.words for problem in problems) else 1
+            raise Failure(problems[0].what, code, [problem.what for problem in problems[1:]])
+    logs = left.logs if left else Path(args.log_dir).expanduser() if args.log_dir else default_logs()
     try:
         logs.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise Failure(f"cannot make the log folder {logs}: {error.strerror}; name another with --log-dir") from error
+
+    def command_of(now: Cluster, name: str) -> Command:
+        return cluster_commands(now, model, install)[name]
+
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     try:
-        return asyncio.run(_up(args, cluster, model, commands, logs))
+        return asyncio.run(_up(args, cluster, model, node=node, command_of=command_of, logs=logs, left=left))
     except ChildDied as error:
         raise Failure(str(error), 1, error.last_lines) from error
-    except (StartTimeout, TryoutFailed) as error:
+    except (LaunchError, StartTimeout, TryoutFailed) as error:
         raise Failure(str(error)) from error
 
 
-def _planned(args: argparse.Namespace, common: tuple[str, ...]) -> Cluster:
-    """What flags and cluster file come to.
+def _left_running(name: str, cluster: Cluster, model: ResolvedModel) -> ClusterRecord | None:
+    """What a supervisor that is gone has left running under this name, and is to be taken over; None for nothing.
 
     Raises:
-        LaunchError: they don't go together, or the file is no good.
+        Failure: there is a cluster of that name that cannot be taken over.
     """
-    proxy_flags = () if args.warm_up is None else ("--warm-up" if args.warm_up else "--no-warm-up",)
-    prefill_args = _quoted(args.prefill_args, "--prefill-args")
-    decode_args = _quoted(args.decode_args, "--decode-args")
-    travel: dict[str, Any] = {
-        "transfer_mode": None if args.transfer_mode is None else TransferMode(args.transfer_mode),
-        "bidirectional": bidirectional_asked(args.bidirectional_kv, os.environ),
-        "pull_threshold": args.remote_pull_threshold,
-        "transport": transport_of(args),
-    }
-    if args.cluster is not None:
-        file = read_cluster_file(Path(args.cluster).expanduser())
-        roles = {
-            Role.PREFILL: RoleFlags(args.prefill, args.prefill_port, args.prefill_side_channel_port, prefill_args),
-            Role.DECODE: RoleFlags(args.decode, args.decode_port, args.decode_side_channel_port, decode_args),
-        }
-        flags = Flags(args.model, args.host, args.port, common, proxy_flags, roles, **travel)
-        return plan_file(file, flags, available_cpus())
-    given = {
-        "prefill": args.prefill,
-        "decode": args.decode,
-        "host": args.host,
-        "proxy_port": args.port,
-        "prefill_port": args.prefill_port,
-        "decode_port": args.decode_port,
-        "prefill_side_port": args.prefill_side_channel_port,
-        "decode_side_port": args.decode_side_channel_port,
-    }
-    return plan(
-        PlanRequest(
-            model=args.model or DEFAULT_MODEL,
-            cpus=available_cpus(),
-            common_args=common,
-            prefill_args=prefill_args,
-            decode_args=decode_args,
-            proxy_flags=proxy_flags,
-            **{name: value for name, value in (given | travel).items() if value is not None},
+    try:
+        record = load(name)
+    except LaunchError as error:
+        raise Failure(str(error)) from error
+    if record is None:
+        return None
+    if record.supervised:
+        raise Failure(
+            f"the cluster {name!r} is up already (supervisor pid {record.supervisor.pid}): look with `baton status`, "
+            "end it with `baton down`, or start another one with --name"
         )
-    )
+    if not record.alive:
+        asyncio.run(take_down(record, lambda _: None))
+        return None
+    if (record.asked, record.model_folder) != (cluster, model.target):
+        raise Failure(
+            f"the cluster {name!r} was left running by a supervisor that is gone, and was asked for in other words: "
+            "end it with `baton down`, or start another one with --name"
+        )
+    return record
+
+
+def _share(args: argparse.Namespace, words_after: Sequence[str]) -> tuple[Cluster, str]:
+    """The whole plan, and the host whose share of it is started here.
+
+    Raises:
+        LaunchError: engines are planned for several hosts, and none of them was named.
+    """
+    host, args.host = args.host, None if args.cluster else args.host
+    cluster = planned_cluster(args, words_after)
+    hosts = tuple(dict.fromkeys((*cluster.nodes, cluster.proxy_node)))
+    if args.cluster is not None and host is not None:
+        if host in hosts:
+            return cluster, host
+        if len(hosts) == 1:
+            args.host = host
+            cluster = planned_cluster(args, words_after)
+            return cluster, cluster.proxy_node
+    if len(hosts) > 1:
+        named = f"--host {host} is none of them" if host is not None else "name the one that this is with --host"
+        raise LaunchError(f"{args.cluster} plans {len(hosts)} hosts ({', '.join(hosts[:4])}): {named}")
+    return cluster, hosts[0]
 
 
 async def _up(
-    args: argparse.Namespace, cluster: Cluster, model: ResolvedModel, commands: dict[str, Command], logs: Path
+    args: argparse.Namespace,
+    cluster: Cluster,
+    model: ResolvedModel,
+    *,
+    node: str,
+    command_of: Callable[[Cluster, str], Command],
+    logs: Path,
+    left: ClusterRecord | None,
 ) -> int:
-    """Start, say so, and stay until stopped; 130 when Ctrl-C ended the start, else 0."""
+    """Start or take over, say so, and stay until stopped; 130 when Ctrl-C ended the start, else 0."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
-    url = url_of(cluster.proxy_host, cluster.proxy_port, "")
+    url, fronted = url_of(cluster.proxy_host, cluster.proxy_port, ""), PROXY in here(cluster, node)
     print(f"logs: {logs}", flush=True)
-    async with Supervisor(logs) as supervisor:
-        with Progress(supervisor) as progress:
-            await start_cluster(supervisor, cluster, commands)
-            if not await _unless(stop, supervisor.until_ready(args.start_timeout, progress.update)):
-                print("stopping", flush=True)
-                return 130
-        slowest = max(child.seconds for child in supervisor.children)
-        print(f"ready after {slowest:.0f} s: {url}", flush=True)
-        if args.prompt is not None:
-            asking = ask(cluster, model.served_name, args.prompt, args.max_tokens, print_text)
-            answered = await _unless(stop, supervisor.watching(asking))
-            if answered:
-                print("\nto keep it running: baton up", flush=True)
-            return 0 if answered else 130
-        print("try:\n" + _curl(url, model.served_name) + "\nCtrl-C stops everything", flush=True)
-        await _unless(stop, supervisor.until_death())
-        print("stopping", flush=True)
+    mark, scratch = (left.run, left.scratch) if left is not None else (secrets.token_hex(8), None)
+    async with Supervisor(logs, mark, scratch) as supervisor:
+        me = ProcessRecord(name="supervisor", pid=os.getpid(), created=created_at(os.getpid()), log=logs)
+        record = ClusterRecord(
+            name=args.name,
+            run=mark,
+            supervisor=me,
+            control=supervisor.scratch / SOCKET,
+            scratch=supervisor.scratch,
+            logs=logs,
+            asked=cluster,
+            cluster=cluster if left is None else left.cluster,
+            node=node,
+            model_folder=model.target,
+            served_model=model.served_name,
+            restarts=args.restart == "on-failure",
+        )
+        keeping = Keeping(
+            restarts=record.restarts,
+            start_seconds=args.start_timeout,
+            drain_seconds=args.drain_timeout,
+            log_bytes=args.log_max_mb << 20,
+        )
+        proxy = ProxyClient.of(record.cluster, os.environ)
+        operator = Operator(supervisor, record, command_of, proxy, keeping=keeping, environ=os.environ)
+        try:
+            await operator.begin(left.alive if left is not None else ())
+            with Progress(supervisor) as progress:
+                if not await _unless(stop, supervisor.until_ready(args.start_timeout, progress.update)):
+                    print("stopping", flush=True)
+                    return 130
+            operator.write()
+            slowest = max(child.seconds for child in supervisor.children)
+            what = url if fronted else f"the share of {node}; the proxy is on {cluster.proxy_node}"
+            print(f"taken over: {what}" if left else f"ready after {slowest:.0f} s: {what}", flush=True)
+            if args.prompt is not None:
+                asking = ask(cluster, model.served_name, args.prompt, args.max_tokens, print_text)
+                answered = await _unless(stop, supervisor.watching(asking))
+                if answered:
+                    print("\nto keep it running: baton up", flush=True)
+                return 0 if answered else 130
+            print("try:\n" + _curl(url, model.served_name) if fronted else "", flush=True)
+            print("Ctrl-C stops everything", flush=True)
+            async with listening(operator, record.control):
+                await _unless(stop, operator.keep())
+            print("stopping", flush=True)
+        finally:
+            await asyncio.shield(supervisor.stop())
+            forget(args.name)
     return 0
 
 
@@ -183,22 +240,6 @@ def _curl(url: str, model: str) -> str:
     )
 
 
-def _split(words: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
-    """Our words, and what stands after ``--``: flags for every engine."""
-    words = list(words)
-    if "--" not in words:
-        return words, ()
-    at = words.index("--")
-    return words[:at], tuple(words[at + 1 :])
-
-
-def _quoted(text: str, flag: str) -> tuple[str, ...]:
-    try:
-        return dashed(shlex.split(text))
-    except ValueError as error:
-        raise Failure(f"{flag} {text!r}: {error}", 2) from error
-
-
 def _parser() -> Parser:
     parser = Parser(
         prog="baton up",
@@ -209,53 +250,37 @@ def _parser() -> Parser:
             "  baton up\n"
             "  baton up --prompt 'Count the number 1, 2, 3'\n"
             "  baton up ./my-model --decode 2 -- --max-num-seqs 8\n"
-            "  baton up --cluster examples/2p3d.yaml"
+            "  baton up -f examples/2p3d.yaml\n"
+            "  baton up -f examples/neuron-2p3d-hosts.yaml --host NAME"
         ),
     )
-    parser.add_argument(
-        "model",
-        nargs="?",
-        metavar="MODEL",
-        help=f"an embedded model's name, a folder, or a hub id (default: {DEFAULT_MODEL})",
-    )
-    parser.add_argument(
-        "--cluster", metavar="FILE", help="a cluster in YAML or JSON; flags win over it (docs/reference.md)"
-    )
+    add_cluster_flags(parser)
     parser.add_argument("--prompt", metavar="TEXT", help="start, stream the answer to TEXT, and stop")
     parser.add_argument("--max-tokens", type=count, default=32, metavar="N", help="of that answer (default: 32)")
-    for role in Role:
-        parser.add_argument(f"--{role}", type=count, metavar="N", help=f"{role} servers (default: 1)")
-    parser.add_argument("--host", help="where everything listens (default: 127.0.0.1)")
-    parser.add_argument("--port", type=port_number, help="the proxy's (default: 8000)")
-    for role, api, side in ((Role.PREFILL, 8100, 5559), (Role.DECODE, 8200, 5659)):
-        parser.add_argument(
-            f"--{role}-port",
-            type=port_number,
-            metavar="PORT",
-            help=f"API port of the first {role} server; the next takes the next (default: {api})",
-        )
-        parser.add_argument(
-            f"--{role}-side-channel-port",
-            type=port_number,
-            metavar="PORT",
-            help=f"its side channel (default: {side})",
-        )
-        parser.add_argument(
-            f"--{role}-args",
-            default="",
-            metavar="FLAGS",
-            help=f"vllm serve's flags for {role} servers only, in one quoted text",
-        )
-    add_transfer_flags(parser)
-    parser.add_argument("--engine-args", default="", metavar="FLAGS", help="the same for every engine")
-    add_transport(parser)
-    parser.add_argument(
-        "--warm-up",
-        action=argparse.BooleanOptionalAction,
-        help="whether the proxy does one small hand-off for each pair first (default: --warm-up)",
-    )
     parser.add_argument(
         "--start-timeout", type=seconds, default=600.0, metavar="S", help="seconds until all must answer (default: 600)"
+    )
+    parser.add_argument(
+        "--name",
+        default=DEFAULT_NAME,
+        help=f"of this cluster, for `baton status` and the like (default: {DEFAULT_NAME})",
+    )
+    parser.add_argument(
+        "--restart",
+        choices=("on-failure", "never"),
+        default="on-failure",
+        help="what to do when a process ends by itself once all have answered: start it again, waiting longer each "
+        "time, or stop everything (default: on-failure)",
+    )
+    parser.add_argument(
+        "--drain-timeout",
+        type=seconds,
+        default=120.0,
+        metavar="S",
+        help="seconds that requests may go on when their instance is to go (default: 120)",
+    )
+    parser.add_argument(
+        "--log-max-mb", type=count, default=64, metavar="N", help="of a log before it is moved aside (default: 64)"
     )
     parser.add_argument("--log-dir", metavar="DIR", help="where logs go (default: a folder under ~/.local/state/baton)")
     parser.add_argument("--dry-run", action="store_true", help="print every environment and command, and stop")

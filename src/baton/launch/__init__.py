@@ -1,7 +1,16 @@
 """The launcher's room: ports, devices, commands, checks before the start, and the watch afterwards."""
 
-from baton.launch.cluster_file import ClusterFileError, read_cluster_file
-from baton.launch.cluster_run import cluster_commands, default_logs, start_cluster
+from baton.launch.cluster_file import (
+    ClusterFile,
+    schema,
+)
+from baton.launch.cluster_run import (
+    PROXY,
+    cluster_commands,
+    default_logs,
+    here,
+    install_for,
+)
 from baton.launch.commands import (
     Command,
     EngineRequest,
@@ -11,47 +20,180 @@ from baton.launch.commands import (
     flag_value,
     proxy_command,
 )
-from baton.launch.devices import EngineInstall, available_cpus, installed_engine, share_cpus
-from baton.launch.errors import LaunchError
-from baton.launch.file_plan import Flags, RoleFlags, file_endpoints, plan_file
-from baton.launch.plan import PlanRequest, plan
-from baton.launch.preflight import check_cluster, check_engine
-from baton.launch.probe import url_of
-from baton.launch.problem import Problem
-from baton.launch.supervisor import ChildDied, StartTimeout, Supervisor
-from baton.launch.tryout import TryoutFailed, ask
+from baton.launch.control import (
+    SOCKET,
+    ControlFailed,
+    ask_change,
+    listening,
+)
+from baton.launch.devices import (
+    EngineInstall,
+    available_cpus,
+    available_numa,
+    installed_engine,
+    share_cpus,
+)
+from baton.launch.down import (
+    take_down,
+)
+from baton.launch.errors import (
+    LaunchError,
+)
+from baton.launch.examination import (
+    Examination,
+    examine,
+)
+from baton.launch.file_plan import (
+    Flags,
+    RoleFlags,
+    file_endpoints,
+    plan_file,
+    proxy_address,
+)
+from baton.launch.file_reader import (
+    ClusterFileError,
+    read_cluster_file,
+)
+from baton.launch.file_template import (
+    Wish,
+    addresses,
+    written,
+)
+from baton.launch.findings import (
+    Finding,
+    Verdict,
+    exit_code,
+)
+from baton.launch.observe import (
+    observe,
+    observe_proxy,
+)
+from baton.launch.operate import (
+    Keeping,
+    Operator,
+)
+from baton.launch.plan import (
+    PlanRequest,
+    plan,
+)
+from baton.launch.preflight import (
+    available_bytes,
+    check_cluster,
+    check_engine,
+    check_plan,
+    estimates,
+)
+from baton.launch.probe import (
+    url_of,
+)
+from baton.launch.problem import (
+    Problem,
+)
+from baton.launch.proxy_client import (
+    ProxyClient,
+    ProxyRefused,
+)
+from baton.launch.record import (
+    DEFAULT_NAME,
+    ClusterRecord,
+    ProcessRecord,
+    check_name,
+    created_at,
+    forget,
+    known_names,
+    load,
+)
+from baton.launch.report import (
+    Process,
+    as_shell,
+    as_text,
+    as_value,
+    dumps,
+    processes,
+)
+from baton.launch.supervisor import (
+    ChildDied,
+    StartTimeout,
+    Supervisor,
+)
+from baton.launch.tryout import (
+    TryoutFailed,
+    ask,
+)
 
 __all__ = [
+    "DEFAULT_NAME",
+    "PROXY",
+    "SOCKET",
     "ChildDied",
+    "ClusterFile",
     "ClusterFileError",
+    "ClusterRecord",
     "Command",
+    "ControlFailed",
     "EngineInstall",
     "EngineRequest",
+    "Examination",
+    "Finding",
     "Flags",
+    "Keeping",
     "LaunchError",
+    "Operator",
     "PlanRequest",
     "Problem",
+    "Process",
+    "ProcessRecord",
+    "ProxyClient",
+    "ProxyRefused",
     "RoleFlags",
     "StartTimeout",
     "Supervisor",
     "TryoutFailed",
+    "Verdict",
+    "Wish",
+    "addresses",
+    "as_shell",
+    "as_text",
+    "as_value",
     "ask",
+    "ask_change",
+    "available_bytes",
     "available_cpus",
+    "available_numa",
     "bidirectional_asked",
     "check_cluster",
     "check_engine",
+    "check_name",
+    "check_plan",
     "cluster_commands",
+    "created_at",
     "dashed",
     "default_logs",
+    "dumps",
     "engine_command",
+    "estimates",
+    "examine",
+    "exit_code",
     "file_endpoints",
     "flag_value",
+    "forget",
+    "here",
+    "install_for",
     "installed_engine",
+    "known_names",
+    "listening",
+    "load",
+    "observe",
+    "observe_proxy",
     "plan",
     "plan_file",
+    "processes",
+    "proxy_address",
     "proxy_command",
     "read_cluster_file",
+    "schema",
     "share_cpus",
-    "start_cluster",
+    "take_down",
     "url_of",
+    "written",
 ]

@@ -1,41 +1,19 @@
-"""The cluster file: what `baton up` and `baton proxy` are asked for, in YAML or JSON.
+"""The cluster file: what `baton up`, `baton plan` and `baton proxy` are asked for. Values only.
 
-Read into values here; file_plan.py makes a cluster of them. PyYAML comes with vLLM; where it is missing (a host with
-only the proxy) the file may be JSON.
+file_reader.py reads one, file_plan.py makes a cluster of it, file_template.py writes one.
 """
 
 from __future__ import annotations
 
-import difflib
 import json
 import shlex
-from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field, ValidationError
+from pydantic import BeforeValidator, Field, model_validator
 
-from baton.cluster import Port, Role, TransferMode, Value
+from baton.cluster import Device, Port, Role, TransferBackend, TransferMode, Value
 from baton.engine import CPUS, ENGINE_SWITCH, parse_cpus
 from baton.launch.commands import SIDE_CHANNEL_HOST, SIDE_CHANNEL_PORT, dashed
-from baton.launch.errors import LaunchError
-
-Where = tuple[str | int, ...]
-"""The place of a value in the file: ``("decode", 0, "port")``."""
-
-DEPTH = 4
-
-
-class ClusterFileError(LaunchError):
-    """A file that cannot be used; one line with file, key, value and remedy.
-
-    Attributes:
-        others: more of the same, a line each.
-    """
-
-    def __init__(self, message: str, others: Sequence[str] = ()) -> None:
-        super().__init__(message)
-        self.others = tuple(others)
 
 
 def _words(value: Any) -> Any:
@@ -51,8 +29,8 @@ def _words(value: Any) -> Any:
     return dashed([word if isinstance(word, str) else json.dumps(word) for word in value])
 
 
-def _cpus(value: Any) -> Any:
-    """Core numbers as a list, as one number, or as text such as 0-3,8."""
+def _numbers(value: Any) -> Any:
+    """Numbers of cores or devices as a list, as one number, or as text such as 0-3,8."""
     if isinstance(value, list | tuple):
         return tuple(value)
     return parse_cpus(str(value))
@@ -63,7 +41,7 @@ def _texts(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     texts = {name: each if isinstance(each, str) else json.dumps(each) for name, each in value.items()}
-    ours = {SIDE_CHANNEL_HOST: "host", SIDE_CHANNEL_PORT: "side_channel_port", CPUS: "cpus"}
+    ours = {SIDE_CHANNEL_HOST: "side_channel_host", SIDE_CHANNEL_PORT: "side_channel_port", CPUS: "cpus"}
     for name, key in ours.items():
         if name in texts:
             raise ValueError(f"{name} is set by Baton: use the key {key}")
@@ -72,192 +50,190 @@ def _texts(value: Any) -> Any:
     return texts
 
 
-Words = Annotated[tuple[str, ...], BeforeValidator(_words)]
-Cpus = Annotated[tuple[int, ...], BeforeValidator(_cpus)]
-Texts = Annotated[dict[str, str], BeforeValidator(_texts)]
+def _address(value: Any) -> Any:
+    """A host given by its address alone."""
+    return {"address": value} if isinstance(value, str) else value
+
+
+def _entries(value: Any) -> Any:
+    """A role with one kind of server need not be a list; a number is that many of Baton's defaults."""
+    if isinstance(value, dict):
+        return [value]
+    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        return [{"replicas": value}]
+    return value
+
+
+Words = Annotated[
+    tuple[str, ...],
+    BeforeValidator(_words, json_schema_input_type=str | list[str | int | float | bool | dict[str, Any]]),
+]
+Numbers = Annotated[tuple[int, ...], BeforeValidator(_numbers, json_schema_input_type=int | str | list[int])]
+Texts = Annotated[dict[str, str], BeforeValidator(_texts, json_schema_input_type=dict[str, str | int | float | bool])]
 Count = Annotated[int, Field(ge=1)]
+Seconds = Annotated[float, Field(gt=0)]
+
+
+class EngineLimits(Value):
+    """What an engine may hold; each is the flag of `vllm serve` of that name."""
+
+    max_model_len: Annotated[Count | None, Field(description="tokens of prompt and answer together")] = None
+    max_num_seqs: Annotated[Count | None, Field(description="requests in one step")] = None
+    max_num_batched_tokens: Annotated[Count | None, Field(description="tokens in one step")] = None
+    kv_cache_memory_bytes: Annotated[Count | None, Field(description="bytes of KV cache, a worker")] = None
+
+    def words(self) -> tuple[str, ...]:
+        given = self.model_dump(exclude_none=True)
+        return tuple(word for name, value in given.items() for word in (f"--{name.replace('_', '-')}", str(value)))
 
 
 class EngineDefaults(Value):
-    """What holds for every engine, unless it says otherwise.
+    """What holds for several engines, unless one says otherwise."""
 
-    Attributes:
-        host: where it listens; side channel included.
-        engine_args: `vllm serve` flags; those of an entry come after them.
-        environ: variables; those of an entry win.
-    """
+    host: Annotated[str | None, Field(description="a name from hosts, or an address; it listens there")] = None
+    side_channel_host: Annotated[
+        str | None, Field(description="where NIXL's metadata exchange binds and what peers are told; default: the host")
+    ] = None
+    tensor_parallel_size: Annotated[Count | None, Field(description="ranks that share each layer")] = None
+    pipeline_parallel_size: Annotated[Count | None, Field(description="stages that share the layers")] = None
+    data_parallel_size: Annotated[Count | None, Field(description="copies that share the requests")] = None
+    enable_expert_parallel: Annotated[bool | None, Field(description="spread experts over all ranks")] = None
+    limits: Annotated[EngineLimits, Field(description="what an engine may hold")] = EngineLimits()
+    engine_args: Annotated[Words, Field(description="vllm serve's flags; those of an entry come later and win")] = ()
+    environ: Annotated[Texts, Field(description="variables; those of an entry win")] = Field(default_factory=dict)
 
-    host: str | None = None
-    engine_args: Words = ()
-    environ: Texts = Field(default_factory=dict)
+    def words(self) -> tuple[str, ...]:
+        """The flags of `vllm serve` that all of it comes to."""
+        sizes = [
+            word
+            for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+            if (value := getattr(self, name)) is not None
+            for word in (f"--{name.replace('_', '-')}", str(value))
+        ]
+        spread = {True: ("--enable-expert-parallel",), False: ("--no-enable-expert-parallel",), None: ()}
+        return (*sizes, *spread[self.enable_expert_parallel], *self.limits.words(), *self.engine_args)
+
+    def over(self, below: EngineDefaults) -> EngineDefaults:
+        """These, where they say something, else those *below*; flags after theirs, variables over theirs."""
+        return EngineDefaults(
+            host=self.host or below.host,
+            side_channel_host=self.side_channel_host or below.side_channel_host,
+            tensor_parallel_size=self.tensor_parallel_size or below.tensor_parallel_size,
+            pipeline_parallel_size=self.pipeline_parallel_size or below.pipeline_parallel_size,
+            data_parallel_size=self.data_parallel_size or below.data_parallel_size,
+            enable_expert_parallel=below.enable_expert_parallel
+            if self.enable_expert_parallel is None
+            else self.enable_expert_parallel,
+            limits=below.limits.model_copy(update=self.limits.model_dump(exclude_none=True)),
+            engine_args=(*below.engine_args, *self.engine_args),
+            environ={**below.environ, **self.environ},
+        )
+
+
+class Defaults(EngineDefaults):
+    """What holds for all engines, and for those of a role."""
+
+    prefill: Annotated[EngineDefaults, Field(description="for prefill servers, over those for all")] = EngineDefaults()
+    decode: Annotated[EngineDefaults, Field(description="for decode servers, over those for all")] = EngineDefaults()
+
+    def of_role(self, role: Role) -> EngineDefaults:
+        return (self.prefill if role is Role.PREFILL else self.decode).over(self)
 
 
 class EngineEntry(EngineDefaults):
-    """One engine, or several alike.
+    """One engine, or several alike."""
 
-    Attributes:
-        port: of its API; the next replica takes the next.
-        side_channel_port: its first; the next replica takes the next.
-        cpus: its cores; without it the engines share all that there are.
-        replicas: how many.
-    """
+    hosts: Annotated[tuple[str, ...], Field(description="several hosts; replicas are on each")] = ()
+    port: Annotated[Port | None, Field(description="of its API; the next replica takes the next")] = None
+    side_channel_port: Annotated[
+        Port | None, Field(description="its first, one a data-parallel rank; the next replica takes the next")
+    ] = None
+    cpus: Annotated[Numbers | None, Field(description="its cores, such as 0-3,8; default: a share of all")] = None
+    devices: Annotated[
+        Numbers | None, Field(description="its accelerators, such as 0-7; default: the next free ones of its host")
+    ] = None
+    replicas: Annotated[Count, Field(description="how many alike")] = 1
 
-    port: Port | None = None
-    side_channel_port: Port | None = None
-    cpus: Cpus | None = None
-    replicas: Count = 1
+    @model_validator(mode="after")
+    def _one_way_to_name_hosts(self) -> EngineEntry:
+        if self.host is not None and self.hosts:
+            raise ValueError("it has both host and hosts: keep one of them")
+        return self
+
+
+class HostPart(Value):
+    """A host that engines run on."""
+
+    address: Annotated[str | None, Field(description="where others reach it; default: its name")] = None
+    devices: Annotated[Numbers | None, Field(description="accelerators that it has, such as 0-63")] = None
+    cpus: Annotated[Numbers | None, Field(description="cores that engines may use, such as 0-31")] = None
+    numa: Annotated[
+        tuple[Numbers, ...], Field(description="cores of each NUMA node; engines are kept within one where that can be")
+    ] = ()
 
 
 class ProxyPart(Value):
-    """The proxy.
+    """The proxy."""
 
-    Attributes:
-        host, port: where it listens.
-        flags: more of `baton proxy`'s.
-    """
+    host: Annotated[str | None, Field(description="a name from hosts, or an address; it listens there")] = None
+    port: Annotated[Port | None, Field(description="default: 8000")] = None
+    policy: Annotated[str | None, Field(description="how an instance is chosen, as baton proxy's --policy")] = None
+    max_concurrent_requests: Annotated[int | None, Field(ge=0, description="more wait in line; 0: no limit")] = None
+    queue_size: Annotated[int | None, Field(ge=0, description="how many may wait; more are 429")] = None
+    queue_timeout_secs: Annotated[Seconds | None, Field(description="how long one may wait")] = None
+    request_timeout_secs: Annotated[Seconds | None, Field(description="limit for one leg")] = None
+    flags: Annotated[Words, Field(description="more of baton proxy's flags")] = ()
 
-    host: str | None = None
-    port: Port | None = None
-    flags: Words = ()
+    def words(self) -> tuple[str, ...]:
+        """The flags of `baton proxy`, but for where it listens."""
+        given = self.model_dump(exclude_none=True, exclude={"host", "port", "flags"})
+        typed = (
+            (f"--{name.replace('_', '-')}", format(value, "g") if isinstance(value, float) else str(value))
+            for name, value in given.items()
+        )
+        return (*(word for pair in typed for word in pair), *self.flags)
+
+
+Entries = Annotated[
+    tuple[EngineEntry, ...],
+    Field(min_length=1),
+    BeforeValidator(_entries, json_schema_input_type=list[EngineEntry] | EngineEntry | Count),
+]
+Hosts = dict[str, Annotated[HostPart, BeforeValidator(_address, json_schema_input_type=HostPart | str)]]
 
 
 class ClusterFile(Value):
-    """A cluster file.
+    """A cluster of prefill and decode servers and the proxy before them."""
 
-    Attributes:
-        model: an embedded model's name, a folder, or a hub id.
-        transfer_mode: who moves the KV cache.
-        bidirectional_kv, remote_pull_threshold: as the flags of `baton up`.
-        proxy: the proxy.
-        defaults: for all engines.
-        prefill, decode: the engines.
-    """
-
-    model: str
-    transfer_mode: TransferMode = TransferMode.READ
-    bidirectional_kv: bool = False
-    remote_pull_threshold: Annotated[int, Field(ge=0)] | None = None
-    proxy: ProxyPart = ProxyPart()
-    defaults: EngineDefaults = EngineDefaults()
-    prefill: Annotated[tuple[EngineEntry, ...], Field(min_length=1)]
-    decode: Annotated[tuple[EngineEntry, ...], Field(min_length=1)]
+    model: Annotated[str, Field(description="an embedded model's name, a folder, or a hub id")]
+    device: Annotated[
+        Device | None, Field(description="what engines compute on; default: what the installed vLLM is for")
+    ] = None
+    transfer_mode: Annotated[
+        TransferMode, Field(description="read: the decode server pulls the KV cache; write: the prefill server pushes")
+    ] = TransferMode.READ
+    transfer_backend: Annotated[TransferBackend | None, Field(description="NIXL's; default: UCX")] = None
+    ucx_tls: Annotated[str | None, Field(description="UCX's transports, such as cma,tcp,self")] = None
+    nixl_threads: Annotated[int | None, Field(ge=0, description="threads of NIXL beside its progress thread")] = None
+    bidirectional_kv: Annotated[
+        bool, Field(description="decode servers keep a turn's KV cache for the next prefill")
+    ] = False
+    remote_pull_threshold: Annotated[
+        int | None, Field(ge=0, description="fewer tokens of a kept turn are computed instead of pulled")
+    ] = None
+    hosts: Annotated[Hosts, Field(description="hosts by name: an address, or more about each")] = Field(
+        default_factory=dict
+    )
+    proxy: Annotated[ProxyPart, Field(description="the proxy")] = ProxyPart()
+    defaults: Annotated[Defaults, Field(description="for all engines")] = Defaults()
+    prefill: Annotated[Entries, Field(description="prefill servers: a list, one kind, or how many")]
+    decode: Annotated[Entries, Field(description="decode servers: a list, one kind, or how many")]
 
     def of_role(self, role: Role) -> tuple[EngineEntry, ...]:
         return self.prefill if role is Role.PREFILL else self.decode
 
 
-def read_cluster_file(path: Path) -> ClusterFile:
-    """The file at *path*: JSON when it ends so, else YAML.
-
-    Raises:
-        ClusterFileError: it cannot be read, is neither, or says what makes no sense.
-    """
-    try:
-        text = path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        said = error.strerror if isinstance(error, OSError) else "it is not text in UTF-8"
-        raise ClusterFileError(f"cluster file {path}: {said}; name a YAML or JSON file") from error
-    value, lines = _parse(path, text)
-    if not isinstance(value, dict):
-        raise ClusterFileError(f"{path}: it holds {_shown(value)}, not keys: see examples/1p1d.yaml")
-    try:
-        return ClusterFile.model_validate(value)
-    except ValidationError as error:
-        first, *others = (_say(path, lines, each) for each in error.errors(include_url=False))
-        raise ClusterFileError(first, others) from error
-
-
-def _parse(path: Path, text: str) -> tuple[Any, dict[Where, int]]:
-    """The value of a file, and the lines of its keys where they are known."""
-    if path.suffix == ".json":
-        try:
-            return json.loads(text), {}
-        except json.JSONDecodeError as error:
-            raise ClusterFileError(f"{path}, line {error.lineno}: not JSON: {error.msg}") from error
-    try:
-        import yaml
-    except ImportError as error:
-        raise ClusterFileError(
-            f"cluster file {path}: PyYAML is not installed here: pip install pyyaml, or write JSON and call it .json"
-        ) from error
-    try:
-        node = yaml.compose(text, yaml.SafeLoader)
-        lines: dict[Where, int] = {}
-        _note_lines(path, node, (), lines)
-        return yaml.safe_load(text), lines
-    except yaml.MarkedYAMLError as error:
-        line = f", line {error.problem_mark.line + 1}" if error.problem_mark is not None else ""
-        raise ClusterFileError(f"{path}{line}: not YAML: {error.problem or error.context}") from error
-    except RecursionError as error:
-        raise ClusterFileError(f"{path}: it is nested too deep") from error
-    except yaml.YAMLError as error:
-        raise ClusterFileError(f"{path}: not YAML: {' '.join(str(error).split())}") from error
-
-
-def _note_lines(path: Path, node: Any, where: Where, lines: dict[Where, int]) -> None:
-    """The line of every key under a YAML *node*; a key given twice would win in silence."""
-    # Deeper than the deepest key (an alias may hold itself).
-    if node is None or isinstance(node.value, str) or len(where) > DEPTH:
-        return
-    for index, each in enumerate(node.value):
-        key, child = (each[0].value, each[1]) if isinstance(each, tuple) else (index, each)
-        line = (each[0] if isinstance(each, tuple) else each).start_mark.line + 1
-        if isinstance(key, list):
-            raise ClusterFileError(f"{path}, line {line}: a key must be a word")
-        if (*where, key) in lines:
-            raise ClusterFileError(
-                f"{path}, line {line}: {dotted((*where, key))} was given on line {lines[*where, key]} already: drop one"
-            )
-        lines[*where, key] = line
-        _note_lines(path, child, (*where, key), lines)
-
-
-def dotted(where: Where) -> str:
-    """``decode[0].port``"""
-    text = ""
-    for each in where:
-        text += f"[{each}]" if isinstance(each, int) else f".{each}" if text else each
-    return text
-
-
-def _say(path: Path, lines: Mapping[Where, int], error: Any) -> str:
-    """One of pydantic's errors in one line: file, line, key, value, remedy."""
-    where: Where = error["loc"]
-    line = next((lines[where[:end]] for end in range(len(where), 0, -1) if where[:end] in lines), None)
-    place = f"{path}, line {line}: " if line is not None else f"{path}: "
-    key, value = dotted(where), _shown(error["input"])
-    match error["type"]:
-        case "extra_forbidden":
-            return f"{place}there is no key {key!r} (value {value}){_nearest(where)}"
-        case "missing":
-            return f"{place}the key {key!r} is missing{_MISSING.get(key, '')}"
-        case "too_short":
-            return f"{place}{key} is {value}: a cluster needs at least one {key} server"
-        case "enum":
-            return f"{place}{key} is {value}: choose {error['ctx']['expected']}"
-        case "value_error":
-            return f"{place}{key} is {value}: {error['ctx']['error']}"
-    said = error["msg"].removeprefix("Input ").replace("valid ", "")
-    return f"{place}{key} is {value}: it {said}"
-
-
-_MISSING = {
-    "model": ": name an embedded model, a folder or a hub id",
-    "prefill": ": list at least one server, such as - replicas: 1",
-    "decode": ": list at least one server, such as - replicas: 1",
-}
-
-
-def _nearest(where: Where) -> str:
-    parts: dict[str, type[Value]] = {"defaults": EngineDefaults, "proxy": ProxyPart}
-    known: type[Value] = ClusterFile if len(where) == 1 else parts.get(str(where[0]), EngineEntry)
-    close = difflib.get_close_matches(str(where[-1]), known.model_fields, 1)
-    return f": did you mean {close[0]}?" if close else f"; there is: {', '.join(known.model_fields)}"
-
-
-def _shown(value: Any) -> str:
-    try:
-        text = json.dumps(value, default=str)
-    except ValueError:
-        text = "a value that holds itself"
-    return text if len(text) <= 80 else f"{text[:77]}..."
+def schema() -> dict[str, Any]:
+    """The JSON schema of a cluster file, for editors; ``cluster.schema.json`` beside this file holds it."""
+    made = ClusterFile.model_json_schema(mode="validation")
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **made, "title": "Baton cluster file"}

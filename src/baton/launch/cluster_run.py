@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import orjson
@@ -13,29 +14,47 @@ from baton.cluster import Cluster, Instance, Role
 from baton.launch.commands import Command, EngineRequest, engine_command, proxy_command
 from baton.launch.devices import EngineInstall, available_cpus
 from baton.launch.probe import answers
-from baton.launch.supervisor import Supervisor
+from baton.launch.record import state_folder
+from baton.launch.supervisor import Probe
 from baton.models import ResolvedModel
 
 PROXY = "proxy"
+WAITING = "waiting for the engines"
 
 
 def cluster_commands(
     cluster: Cluster, model: ResolvedModel, install: EngineInstall, environ: Mapping[str, str] = os.environ
 ) -> dict[str, Command]:
-    """The command of every process of *cluster*, by name: each instance, then the proxy."""
+    """The command of every process of *cluster*, by name: each instance, then the proxy.
+
+    What stands in *environ* keeps our defaults away, where all runs on this host.
+    """
+    install = install_for(cluster, install)
+    environ = environ if len(cluster.nodes) == 1 else {}
     commands = {
-        instance.id: _engine_command(cluster, instance, model, install, environ) for instance in cluster.instances
+        instance.id: instance_command(cluster, instance, model, install, environ) for instance in cluster.instances
     }
     return commands | {PROXY: proxy_command(cluster)}
 
 
-async def start_cluster(supervisor: Supervisor, cluster: Cluster, commands: Mapping[str, Command]) -> None:
-    """Start every process; ready is asked of each one's own health, and of the proxy's last."""
-    for instance in cluster.instances:
-        await supervisor.start(instance.id, commands[instance.id], answers(instance.host, instance.port, "/health"))
-    # Its health is good when a server of each role is usable; here all are wanted, and every pair warmed up.
-    good = answers(cluster.proxy_host, cluster.proxy_port, "/health", all_are_usable)
-    await supervisor.start(PROXY, commands[PROXY], good, "waiting for the engines")
+def here(cluster: Cluster, node: str) -> tuple[str, ...]:
+    """The processes of *cluster* that run on the host *node*: instances, then the proxy."""
+    engines = tuple(instance.id for instance in cluster.on(node))
+    return (*engines, PROXY) if node == cluster.proxy_node else engines
+
+
+def probe_of(cluster: Cluster, name: str) -> Probe:
+    """What asks whether a process of *cluster* is ready."""
+    if name == PROXY:
+        # Its health is good when a server of each role is usable; here all are wanted, and every pair warmed up.
+        return answers(cluster.proxy_host, cluster.proxy_port, "/health", all_are_usable)
+    instance = next(each for each in cluster.instances if each.id == name)
+    return answers(instance.host, instance.port, "/health")
+
+
+def install_for(cluster: Cluster, install: EngineInstall) -> EngineInstall:
+    """The vLLM that the cluster's engines run on: what is installed here, on the device that was asked for."""
+    return install if cluster.device is None else replace(install, device=str(cluster.device))
 
 
 def all_are_usable(health: bytes) -> bool:
@@ -47,16 +66,22 @@ def all_are_usable(health: bytes) -> bool:
 
 def default_logs(environ: Mapping[str, str] = os.environ) -> Path:
     """A folder for the logs of one run: $XDG_STATE_HOME/baton/<time>, else under ~/.local/state."""
-    base = environ.get("XDG_STATE_HOME")
-    root = Path(base).expanduser() if base else Path.home() / ".local" / "state"
-    return root / "baton" / time.strftime("%Y%m%d-%H%M%S")
+    return state_folder(environ) / time.strftime("%Y%m%d-%H%M%S")
 
 
-def _engine_command(
+def instance_command(
     cluster: Cluster, instance: Instance, model: ResolvedModel, install: EngineInstall, environ: Mapping[str, str]
 ) -> Command:
+    """The command of one engine of *cluster*."""
     command = engine_command(_request(cluster, instance), model, install, {**environ, **instance.environ})
-    return Command({**instance.environ, **command.environ}, command.argv)
+    # Who names devices himself, by ids perhaps, is left alone.
+    ours = {
+        name: value for name, value in command.environ.items() if name not in _VISIBLE or name not in instance.environ
+    }
+    return Command({**instance.environ, **ours}, command.argv)
+
+
+_VISIBLE = ("CUDA_VISIBLE_DEVICES", "NEURON_VISIBLE_DEVICES")
 
 
 def _request(cluster: Cluster, instance: Instance) -> EngineRequest:
@@ -66,7 +91,9 @@ def _request(cluster: Cluster, instance: Instance) -> EngineRequest:
         side_channel_host=instance.side_channel_host,
         side_channel_port=instance.side_channel_port,
         cpus=instance.cpus,
-        available_cpus=available_cpus(),
+        devices=instance.devices,
+        # On one host of several nobody knows the cores.
+        available_cpus=() if any(each.node != instance.node for each in cluster.instances) else available_cpus(),
         transfer_mode=cluster.transfer_mode,
         bidirectional=cluster.bidirectional,
         pull_threshold=cluster.pull_threshold,

@@ -15,7 +15,7 @@ from typing import Any
 from baton.cluster import Cluster, Role, TransferMode, Transport
 from baton.engine import CPUS, ENGINE_SWITCH, NIXL_NAP_US, format_cpus
 from baton.launch import transports
-from baton.launch.devices import EngineInstall
+from baton.launch.devices import EngineInstall, neuron_transfer, visible_devices
 from baton.launch.errors import LaunchError
 from baton.launch.shapes import ranks_of
 from baton.models import ResolvedModel
@@ -62,7 +62,8 @@ class EngineRequest:
         side_channel_host: None leaves it to the environment, then to 127.0.0.1.
         side_channel_port: None leaves it to --additional-config, the environment, then the role's default.
         cpus: the cores it may use; empty means all that the caller may use.
-        available_cpus: all of those.
+        devices: the accelerators that it may see; empty means all.
+        available_cpus: all of those; empty when they are not known, on another host.
         nixl_nap_us: None leaves the plugin's default.
         transfer_mode: how the KV cache travels.
         bidirectional: whether decode servers keep a turn's KV cache for the next turn's prefill server to pull.
@@ -75,6 +76,7 @@ class EngineRequest:
     side_channel_host: str | None = None
     side_channel_port: int | None = None
     cpus: tuple[int, ...] = ()
+    devices: tuple[int, ...] = ()
     available_cpus: tuple[int, ...] = (0,)
     nixl_nap_us: int | None = None
     transfer_mode: TransferMode = TransferMode.READ
@@ -99,6 +101,9 @@ def engine_command(
     """
     args = request.vllm_args
     transfer = _transfer_config(request, install)
+    if install.device == "neuron":
+        transfer = neuron_transfer(transfer, request.transport)
+        args = with_side_channel_port(args, side_channel(request, environ)[1])
     extra = transports.extra_config(request.transport, transfer.get("kv_connector_extra_config", {}), install.device)
     if extra:
         transfer["kv_connector_extra_config"] = extra
@@ -199,6 +204,17 @@ def without_flag(args: Sequence[str], name: str) -> tuple[str, ...]:
         elif not word.startswith(f"{name}="):
             kept.append(word)
     return tuple(kept)
+
+
+def with_side_channel_port(args: Sequence[str], port: int) -> tuple[str, ...]:
+    """*args* with the side channel's port in --additional-config, where vLLM's plugin for Neuron reads it."""
+    config = {"nixl_side_channel_port": port, **json_flag(args, "--additional-config")}
+    if flag_value(args, "--additional-config") is None:
+        return (*args, "--additional-config", json.dumps(config))
+    at = max(index for index, word in enumerate(args) if word.partition("=")[0] == "--additional-config")
+    end = at + (1 if "=" in args[at] else 2)
+    rest = without_flag(args[:at], "--additional-config")
+    return (*rest, "--additional-config", json.dumps(config), *args[end:])
 
 
 def dashed(args: Sequence[str]) -> tuple[str, ...]:
@@ -358,6 +374,9 @@ def _environ(
 ) -> dict[str, str]:
     host, port = side_channel(request, environ)
     ours = {ENGINE_SWITCH: "1", SIDE_CHANNEL_HOST: host, SIDE_CHANNEL_PORT: str(port)}
+    ours |= visible_devices(install.device, request.devices)
+    if install.device == "neuron" and request.bidirectional:
+        ours[BIDIRECTIONAL[1]] = "1"
     if request.cpus:
         ours[CPUS] = format_cpus(request.cpus)
     if request.nixl_nap_us is not None:
@@ -370,7 +389,8 @@ def _environ(
         defaults["VLLM_HOST_IP"] = "127.0.0.1"
     if install.device == "cpu":
         cores = len(request.cpus or request.available_cpus)
-        defaults["OMP_NUM_THREADS"] = str(max(1, cores // ranks_of(request.vllm_args).workers))
+        if cores:
+            defaults["OMP_NUM_THREADS"] = str(max(1, cores // ranks_of(request.vllm_args).workers))
         # The plugin binds the whole process; vLLM's own binding would move workers elsewhere.
         defaults["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
     return {

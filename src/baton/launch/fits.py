@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from baton.cluster import Cluster, Role
-from baton.launch.commands import Command
+from baton.launch.commands import Command, without_flag
 from baton.launch.model_config import read_config
 from baton.launch.planned import (
     HYBRID_OFF,
@@ -43,7 +43,13 @@ def check_fits(cluster: Cluster, commands: Sequence[Command], device: str) -> li
         commands: of its instances, in their order.
     """
     engines = tuple(Planned.of(*each) for each in zip(cluster.instances, commands, strict=True))
-    return problems(Plan(engines, read_config(Path(engines[0].model)), device))
+    config = read_config(Path(engines[0].model))
+    # Checks look at every pair; engines that differ in their ports alone need one look.
+    kinds: dict[tuple[object, ...], Planned] = {}
+    for each in engines:
+        own = each.id if each.transfer.get("engine_id") else None
+        kinds.setdefault((own, each.role, each.model, _portless(each.args), str(each.transfer)), each)
+    return problems(Plan(tuple(kinds.values()), config, device))
 
 
 def problems(plan: Plan) -> list[Problem]:
@@ -226,6 +232,12 @@ CHECKS: tuple[Check, ...] = (
     own_engine_ids,
 )
 """All checks; a new one is a function more."""
+
+
+def _portless(args: Sequence[str]) -> tuple[str, ...]:
+    for name in ("--port", "--host", "--additional-config"):
+        args = without_flag(args, name)
+    return tuple(args)
 
 
 def _same(plan: Plan, name: str, value: Callable[[Planned], str | None], why: str) -> Iterator[Problem]:

@@ -1,19 +1,19 @@
-"""From counts to a cluster: ports, side channels and cores for every instance."""
+"""From counts to a cluster: what flags alone come to is what the cluster file of those flags comes to."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from baton.cluster import Cluster, Instance, Role, TransferMode, Transport
+from baton.cluster import Cluster, Device, Role, TransferMode, Transport
+from baton.launch.cluster_file import ClusterFile, EngineEntry
 from baton.launch.commands import DEFAULT_PORTS, DEFAULT_SIDE_CHANNEL_PORTS
-from baton.launch.devices import share_cpus
 from baton.launch.errors import LaunchError
-from baton.launch.shapes import ranks_of, side_channels
+from baton.launch.file_plan import Flags, RoleFlags, plan_file
 
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What `baton up` was asked for.
+    """What `baton up` was asked for, on one host and without a cluster file.
 
     Attributes:
         model: as the user called it.
@@ -23,7 +23,8 @@ class PlanRequest:
         prefill_port, decode_port: API port of the first instance; the next takes the next.
         prefill_side_port, decode_side_port: the same for side channels, one a data parallel rank.
         cpus: cores to share out.
-        transfer_mode, bidirectional, pull_threshold: see :class:`baton.cluster.Cluster`.
+        numa: the cores of each NUMA node; empty when that is not known.
+        device, transfer_mode, bidirectional, pull_threshold: see :class:`baton.cluster.Cluster`.
         common_args, prefill_args, decode_args: `vllm serve` flags.
         transport: what the KV cache travels over.
         proxy_flags: more flags of the proxy.
@@ -39,6 +40,8 @@ class PlanRequest:
     prefill_side_port: int = DEFAULT_SIDE_CHANNEL_PORTS[Role.PREFILL]
     decode_side_port: int = DEFAULT_SIDE_CHANNEL_PORTS[Role.DECODE]
     cpus: tuple[int, ...] = (0,)
+    numa: tuple[tuple[int, ...], ...] = ()
+    device: Device | None = None
     transfer_mode: TransferMode = TransferMode.READ
     bidirectional: bool = False
     pull_threshold: int | None = None
@@ -58,73 +61,21 @@ def plan(request: PlanRequest) -> Cluster:
     for role, count in ((Role.PREFILL, request.prefill), (Role.DECODE, request.decode)):
         if count < 1:
             raise LaunchError(f"--{role} {count}: a cluster needs at least one {role} server")
-    shares = share_cpus(request.cpus, request.prefill + request.decode)
-    instances = tuple(
-        _instance(request, role, index, shares[index if role is Role.PREFILL else request.prefill + index])
-        for role, count in ((Role.PREFILL, request.prefill), (Role.DECODE, request.decode))
-        for index in range(count)
-    )
-    _check_port("the proxy", request.proxy_port)
-    cluster = Cluster(
-        model=request.model,
+    roles = {
+        Role.PREFILL: RoleFlags(request.prefill, request.prefill_port, request.prefill_side_port, request.prefill_args),
+        Role.DECODE: RoleFlags(request.decode, request.decode_port, request.decode_side_port, request.decode_args),
+    }
+    flags = Flags(
+        host=request.host,
+        proxy_port=request.proxy_port,
+        common_args=request.common_args,
+        proxy_flags=request.proxy_flags,
+        roles=roles,
+        device=request.device,
         transfer_mode=request.transfer_mode,
         bidirectional=request.bidirectional,
         pull_threshold=request.pull_threshold,
         transport=request.transport,
-        proxy_host=request.host,
-        proxy_port=request.proxy_port,
-        proxy_flags=request.proxy_flags,
-        instances=instances,
     )
-    port_owners(cluster)
-    return cluster
-
-
-def port_owners(cluster: Cluster) -> dict[int, str]:
-    """Every port of *cluster* and whose it is.
-
-    Raises:
-        LaunchError: a port has two owners; the message names both.
-    """
-    owners: dict[int, str] = {}
-    for _, port, owner in port_claims(cluster):
-        if port in owners:
-            raise LaunchError(f"port {port} is planned for {owners[port]} and for {owner}: move one of them")
-        owners[port] = owner
-    return owners
-
-
-def port_claims(cluster: Cluster) -> list[tuple[str, int, str]]:
-    """Host, port and owner of everything that will listen."""
-    claims = [(cluster.proxy_host, cluster.proxy_port, "the proxy")]
-    for instance in cluster.instances:
-        claims.append((instance.host, instance.port, f"{instance.id}'s API"))
-        sides = side_channels(instance.side_channel_port, ranks_of(instance.engine_args))
-        claims += [(instance.side_channel_host, port, f"{instance.id}'s {owner}") for port, owner in sides.items()]
-    return claims
-
-
-def _instance(request: PlanRequest, role: Role, index: int, cpus: tuple[int, ...]) -> Instance:
-    prefill = role is Role.PREFILL
-    port = (request.prefill_port if prefill else request.decode_port) + index
-    args = request.common_args + (request.prefill_args if prefill else request.decode_args)
-    side_port = (request.prefill_side_port if prefill else request.decode_side_port) + index * ranks_of(args).local
-    name = f"{role.letter}{index}"
-    _check_port(f"{name}'s API", port)
-    for side, owner in side_channels(side_port, ranks_of(args)).items():
-        _check_port(f"{name}'s {owner}", side)
-    return Instance(
-        id=name,
-        role=role,
-        host=request.host,
-        port=port,
-        side_channel_host=request.host,
-        side_channel_port=side_port,
-        cpus=cpus,
-        engine_args=args,
-    )
-
-
-def _check_port(owner: str, port: int) -> None:
-    if not 0 < port < 65536:
-        raise LaunchError(f"port {port} for {owner} is not a port number (1 to 65535)")
+    file = ClusterFile(model=request.model, prefill=(EngineEntry(),), decode=(EngineEntry(),))
+    return plan_file(file, flags, request.cpus, request.numa)

@@ -3,27 +3,32 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import json
 import os
+import resource
 import socket
 import struct
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from baton.cluster import Cluster, Role
-from baton.launch.commands import DEFAULT_KV_CACHE_BYTES, Command, flag_value
-from baton.launch.devices import EngineInstall
+from baton.cluster import Cluster, Device, Role
+from baton.launch.cluster_run import install_for
+from baton.launch.commands import DEFAULT_KV_CACHE_BYTES, Command, flag_value, without_flag
+from baton.launch.devices import EngineInstall, nixl_version
 from baton.launch.fits import check_fits
 from baton.launch.heads import block_problem, heads_problem, sizes_problem
 from baton.launch.model_config import read_config
-from baton.launch.plan import port_claims
+from baton.launch.ports import claims_of, means_here, peer_nodes
 from baton.launch.problem import Problem
 from baton.launch.shapes import experts_problem, ranks_of, side_channels
 from baton.launch.speculative import check_speculative
+from baton.launch.versions import known_of
 
 ENGINE_OVERHEAD_BYTES = 1_600_000_000
 """What an engine's three forked processes take beside weights and KV cache (docs/performance.md)."""
@@ -31,6 +36,13 @@ ENGINE_OVERHEAD_BYTES = 1_600_000_000
 WORKER_OVERHEAD_BYTES = 600_000_000
 """What each worker beyond the first adds to that, with the engine core of its data parallel rank: 0.53 GB were measured
 with a model of 29 MB."""
+
+DESCRIPTORS = 1024
+"""Files that an engine and its clients have open, at the least."""
+
+SHM_WORKER_BYTES = 16 << 20
+"""One message from an engine core to a worker, at most (vllm 0.32, VLLM_MQ_MAX_CHUNK_BYTES_MB); the ring holds ten, and
+touches what it uses."""
 
 _DTYPE_BYTES = {"float32": 4, "float": 4, "bfloat16": 2, "float16": 2, "half": 2}
 _STORED_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
@@ -74,23 +86,131 @@ def check_cluster(
     *,
     local_model: bool,
     environ: Mapping[str, str] = os.environ,
+    node: str | None = None,
 ) -> list[Problem]:
-    """What would stop any process of *cluster* from starting."""
+    """What would stop any process of *cluster* from starting.
+
+    Args:
+        commands: of its instances, in their order.
+        node: the host of the plan that this one is; None when all of it starts here.
+    """
     commands = list(commands)
-    problems = check_install(install)
-    problems += check_shape(commands, install, local_model=local_model)
+    problems = check_install(install) + check_device(cluster, install)
+    problems += check_plan(cluster, commands, install, local_model=local_model)
+    claims = [claim for claim in claims_of(cluster) if node is None or claim.node == node]
+    problems += check_ports((claim.host, claim.port, claim.owner) for claim in claims)
+    commands = [
+        command
+        for instance, command in zip(cluster.instances, commands, strict=True)
+        if node is None or instance.node == node
+    ]
+    workers = sum(ranks_of(command.argv).workers for command in commands)
+    problems += check_descriptors() + check_shared_memory(workers)
+    if install_for(cluster, install).device == "cpu" and local_model:
+        problems += check_memory(commands, environ)
+    return problems
+
+
+def check_plan(
+    cluster: Cluster, commands: Iterable[Command], install: EngineInstall, *, local_model: bool
+) -> list[Problem]:
+    """What is wrong with *cluster* wherever it is started: what needs no look at this machine.
+
+    Args:
+        commands: of its instances, in their order.
+        local_model: whether the model's files are on this disk.
+    """
+    commands, install = list(commands), install_for(cluster, install)
+    problems = check_shape(commands, install, local_model=local_model)
     if local_model:
         problems += check_experts(commands, install)
     problems += [Problem(what, words=True) for what in check_speculative(cluster)]
     problems += check_roles(cluster, commands)
     problems += check_fits(cluster, commands, install.device)
-    problems += check_ports(port_claims(cluster))
-    if install.device == "cpu" and local_model:
-        problems += check_memory(commands, environ)
-    return problems
+    return problems + check_routable(cluster)
 
 
-def check_install(install: EngineInstall) -> list[Problem]:
+def check_routable(cluster: Cluster) -> list[Problem]:
+    """A problem for each engine with peers on other hosts that would tell them an address of nobody's.
+
+    What is bound is what is advertised (vllm 0.32, nixl/base_scheduler.py), so all addresses won't do either.
+    """
+    problems, peers = [], peer_nodes(cluster)
+    for instance in cluster.instances:
+        others = [node for node in peers[instance.role] if node != instance.node]
+        if others and means_here(instance.side_channel_host):
+            problems.append(
+                Problem(
+                    f"{instance.id}'s side channel host is {instance.side_channel_host}, and peers on "
+                    f"{', '.join(others[:4])} are told that address: give {instance.node} an address that "
+                    "they reach (host, or side_channel_host)",
+                    words=True,
+                )
+            )
+    apart = {instance.node for instance in cluster.instances} - {cluster.proxy_node}
+    unreached = [each for each in cluster.instances if each.node in apart and means_here(each.host)]
+    return problems + [
+        Problem(
+            f"{each.id} listens on {each.host} of {each.node}, and the proxy on {cluster.proxy_node} cannot reach it: "
+            "give it a host",
+            words=True,
+        )
+        for each in unreached
+    ]
+
+
+def check_device(cluster: Cluster, install: EngineInstall) -> list[Problem]:
+    """Engines for one device cannot run on the vLLM for another."""
+    if cluster.device is None or not install.distribution:
+        return []
+    if (cluster.device is Device.CPU) == (install.device == "cpu"):
+        return []
+    what = f"device is {cluster.device}, and the vLLM installed here ({install.distribution} {install.version}) is for "
+    other = "cpu" if install.device == "cpu" else "accelerators"
+    return [Problem(f"{what}{other}: install the other, or change device", words=True)]
+
+
+def check_descriptors(limit: int | None = None) -> list[Problem]:
+    """A problem when a process may open too few files to serve; the soft limit is raised by vLLM and the proxy."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1] if limit is None else limit
+    if hard == resource.RLIM_INFINITY or hard >= DESCRIPTORS:
+        return []
+    return [
+        Problem(
+            f"a process may open {hard} files here, and an engine needs {DESCRIPTORS}: raise the hard limit "
+            "(ulimit -Hn, LimitNOFILE= of systemd, --ulimit nofile= of docker)"
+        )
+    ]
+
+
+def check_shared_memory(workers: int, free: int | None = None) -> list[Problem]:
+    """A problem when /dev/shm is so small that an engine would be killed by its first large message."""
+    free = shared_memory_bytes() if free is None else free
+    needed = workers * SHM_WORKER_BYTES
+    if free is None or free >= needed:
+        return []
+    return [
+        Problem(
+            f"shared memory (/dev/shm) has {free / 1e6:.0f} MB free, and {workers} workers write messages of up to "
+            f"{needed / 1e6:.0f} MB there: remove what is left in it, or give the container --shm-size=1g"
+        )
+    ]
+
+
+def shared_memory_bytes(path: str = "/dev/shm") -> int | None:  # noqa: S108 (POSIX shared memory)
+    """Bytes free for shared memory; None where there is no such place."""
+    with contextlib.suppress(OSError):
+        found = os.statvfs(path)
+        return found.f_bavail * found.f_frsize
+    return None
+
+
+def check_install(install: EngineInstall, versions: Mapping[str, str] | None = None) -> list[Problem]:
+    """What is missing, and what is there in a version that cannot work.
+
+    Args:
+        versions: of vllm and nixl; None for what is installed.
+    """
     problems = []
     if not install.distribution:
         problems.append(
@@ -102,6 +222,10 @@ def check_install(install: EngineInstall) -> list[Problem]:
                 "the nixl package is missing, and the KV cache travels over it: run `make venv`, or pip install nixl"
             )
         )
+    known = known_of({"vllm": install.version, "nixl": nixl_version()} if versions is None else versions)
+    problems += [
+        Problem(f"{each.package} is {version}: {each.what}: {each.remedy}") for each, version in known if each.broken
+    ]
     return problems
 
 
@@ -165,6 +289,8 @@ def _bind_error(host: str, port: int) -> str | None:
         except OSError as error:
             if isinstance(error, socket.gaierror):
                 return f"the host name does not resolve ({error.strerror})"
+            if error.errno == errno.EADDRNOTAVAIL:
+                return "that is no address of this host"
             return f"{_listener(port) or error.strerror} has it; stop that or choose another port"
     return None
 
@@ -185,11 +311,11 @@ def _listener(port: int) -> str | None:
 
 def check_memory(commands: list[Command], environ: Mapping[str, str] = os.environ) -> list[Problem]:
     """A problem when the engines together would not fit into what is free."""
-    needed = sum(estimate_bytes(command, environ) for command in commands)
-    free = available_bytes()
+    estimates = [estimate(command, environ).total for command in commands]
+    needed, free = sum(estimates), available_bytes()
     if needed <= free:
         return []
-    each = ", ".join(f"{estimate_bytes(command, environ) / 1e9:.1f} GB" for command in commands)
+    each = ", ".join(f"{each / 1e9:.1f} GB" for each in estimates)
     return [
         Problem(
             f"too little memory: the engines need about {needed / 1e9:.1f} GB ({each}; weights, KV cache and "
@@ -199,8 +325,27 @@ def check_memory(commands: list[Command], environ: Mapping[str, str] = os.enviro
     ]
 
 
-def estimate_bytes(command: Command, environ: Mapping[str, str] = os.environ) -> int:
-    """Bytes that one engine on CPU will take: weights in the served type, KV cache, overhead.
+@dataclass(frozen=True)
+class Estimate:
+    """Bytes that one engine will take.
+
+    Attributes:
+        weights: in the type they are served in, all ranks together.
+        kv_cache: of all workers.
+        overhead: of its processes.
+    """
+
+    weights: int
+    kv_cache: int
+    overhead: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.kv_cache + self.overhead
+
+
+def estimate(command: Command, environ: Mapping[str, str] = os.environ) -> Estimate:
+    """What one engine on CPU will take.
 
     Data parallel ranks have the weights each, but for the experts, which they share; every worker has a KV cache.
     """
@@ -214,7 +359,22 @@ def estimate_bytes(command: Command, environ: Mapping[str, str] = os.environ) ->
         kv_bytes = int(kv)
     else:
         kv_bytes = int(space) << 30 if space.isdigit() else DEFAULT_KV_CACHE_BYTES
-    return weights + kv_bytes * ranks.workers + ENGINE_OVERHEAD_BYTES + WORKER_OVERHEAD_BYTES * (ranks.workers - 1)
+    overhead = ENGINE_OVERHEAD_BYTES + WORKER_OVERHEAD_BYTES * (ranks.workers - 1)
+    return Estimate(weights, kv_bytes * ranks.workers, overhead)
+
+
+def estimates(commands: Mapping[str, Command], environ: Mapping[str, str] = os.environ) -> dict[str, Estimate]:
+    """:func:`estimate` for each of *commands*, by name; alike ones are looked at once."""
+    seen: dict[tuple[str, ...], Estimate] = {}
+    made = {}
+    for name, command in commands.items():
+        told = environ.get("VLLM_CPU_KVCACHE_SPACE", "")
+        space = command.environ.get("VLLM_CPU_KVCACHE_SPACE", told)
+        key = (space, *without_flag(without_flag(command.argv, "--port"), "--host"))
+        if key not in seen:
+            seen[key] = estimate(command, {"VLLM_CPU_KVCACHE_SPACE": space})
+        made[name] = seen[key]
+    return made
 
 
 def weight_bytes(folder: Path, dtype: str | None) -> int:

@@ -39,11 +39,25 @@ async def counter_sum(host: str, port: int, name: str) -> float:
     Raises:
         aiohttp.ClientError: the server does not answer.
     """
+    return await counter_if_any(host, port, name) or 0.0
+
+
+async def counter_if_any(host: str, port: int, name: str) -> float | None:
+    """The same, and None when it has none.
+
+    Raises:
+        aiohttp.ClientError: the server does not answer.
+    """
     async with aiohttp.ClientSession() as session, session.get(url_of(host, port, "/metrics")) as response:
-        text = await response.text()
-    return sum(
+        return sum_in(await response.text(), name)
+
+
+def sum_in(text: str, name: str) -> float | None:
+    """The sum over all labels of one sample in a /metrics' *text*; None when it has none."""
+    values = [
         sample.value
         for family in text_string_to_metric_families(text)
         for sample in family.samples
         if sample.name == name
-    )
+    ]
+    return sum(values) if values else None

@@ -24,12 +24,8 @@ _WITHOUT_KV = {"ngram", "[ngram]", "ngram_gpu", "suffix", "medusa", "mlp_specula
 
 def check_speculative(cluster: Cluster) -> list[str]:
     """What a pair of *cluster* would refuse to hand over for, a line each; an empty list when all is well."""
-    lines = [
-        line
-        for prefill in cluster.of_role(Role.PREFILL)
-        for decode in cluster.of_role(Role.DECODE)
-        for line in mismatches(prefill.engine_args, decode.engine_args)
-    ]
+    prefills, decodes = (dict.fromkeys(each.engine_args for each in cluster.of_role(role)) for role in Role)
+    lines = [line for prefill in prefills for decode in decodes for line in mismatches(prefill, decode)]
     return list(dict.fromkeys(lines))
 
 

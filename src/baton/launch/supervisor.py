@@ -21,6 +21,7 @@ from typing import Any
 from baton.launch.commands import Command
 from baton.launch.leftovers import session_alive, shared_memory_of
 from baton.launch.phases import STARTING, phase_of, reason_of
+from baton.launch.record import RUN, ProcessRecord
 
 POLL_SECONDS = 0.2
 STOP_SECONDS = 8.0
@@ -29,6 +30,10 @@ ORPHAN_SECONDS = 1.0
 """How long what a child forked may outlive it."""
 LAST_LINES = 12
 SOCKET_PATH_BYTES = 107
+
+READY = "ready"
+UNKNOWN_CODE = 256
+"""In an exit code's place, of a process that is no child of ours; no process has it."""
 
 Probe = Callable[[], Awaitable[bool]]
 
@@ -45,7 +50,8 @@ class ChildDied(RuntimeError):
     def __init__(self, name: str, code: int, phase: str, log: Path) -> None:
         lines = _tail(log, 200)
         how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        last = lines[-1].strip() if lines and code > 0 else "nothing in its log says why"
+        how = "its exit code is its former parent's" if code == UNKNOWN_CODE else how
+        last = lines[-1].strip() if lines and 0 < code < UNKNOWN_CODE else "nothing in its log says why"
         reason = reason_of(lines) or last
         super().__init__(f"{name} died while {phase} ({how}): {reason} [log: {log}]")
         self.name = name
@@ -55,6 +61,42 @@ class ChildDied(RuntimeError):
 
 class StartTimeout(RuntimeError):
     """A child did not answer in time."""
+
+
+class Adopted:
+    """A process that is no child of ours, as asyncio shows one that is."""
+
+    def __init__(self, pid: int) -> None:
+        """
+        Raises:
+            ProcessLookupError: it has ended.
+        """
+        self.pid = pid
+        self.returncode: int | None = None
+        self._descriptor = os.pidfd_open(pid)
+        self._loop = asyncio.get_running_loop()
+        self._end: asyncio.Future[int] = self._loop.create_future()
+        # It can be read once the process has ended.
+        self._loop.add_reader(self._descriptor, self._on_end)
+
+    async def wait(self) -> int:
+        return await asyncio.shield(self._end)
+
+    def terminate(self) -> None:
+        self._send(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self._send(signal.SIGKILL)
+
+    def _send(self, number: signal.Signals) -> None:
+        if self.returncode is None:
+            signal.pidfd_send_signal(self._descriptor, number)
+
+    def _on_end(self) -> None:
+        self._loop.remove_reader(self._descriptor)
+        os.close(self._descriptor)
+        self.returncode = UNKNOWN_CODE
+        self._end.set_result(UNKNOWN_CODE)
 
 
 @dataclass
@@ -67,17 +109,24 @@ class Child:
         probe: asks whether it is ready.
         phase: what it is doing.
         ready_after: seconds from its start to its first good answer.
+        boots: how often it was started.
     """
 
     name: str
-    process: asyncio.subprocess.Process
+    process: asyncio.subprocess.Process | Adopted
     log: Path
     probe: Probe
     started: float
     phase: str = STARTING
     ready_after: float | None = None
     read_to: int = 0
+    boots: int = 1
     phases: list[tuple[str, float]] = field(default_factory=list)
+
+    @property
+    def seconds_ready(self) -> float:
+        """How long it has served."""
+        return 0.0 if self.ready_after is None else time.monotonic() - self.started - self.ready_after
 
     @property
     def seconds(self) -> float:
@@ -89,30 +138,45 @@ class Supervisor:
 
     Args:
         logs: the folder for their logs, made when missing.
+        run: what marks all of them (:data:`baton.launch.record.RUN`).
+        scratch: the folder of one that has gone, when its children are taken over.
 
     Use as an async context manager: leaving it, by whatever way, stops every child and removes
     what they left in shared memory and in the scratch folder.
     """
 
-    def __init__(self, logs: Path) -> None:
+    def __init__(self, logs: Path, run: str = "", scratch: Path | None = None) -> None:
         self.logs = logs
+        self.run = run
         self.children: list[Child] = []
-        self._scratch: Path | None = None
+        self._scratch = scratch
 
     async def __aenter__(self) -> Supervisor:
         self.logs.mkdir(parents=True, exist_ok=True)
-        self._scratch = make_scratch(tempfile.gettempdir())
+        if self._scratch is None:
+            self._scratch = make_scratch(tempfile.gettempdir())
         return self
 
     async def __aexit__(self, *_: object) -> None:
         # Shielded: a second Ctrl-C must not leave half of them running.
         await asyncio.shield(self.stop())
 
-    async def start(self, name: str, command: Command, probe: Probe, first_phase: str = STARTING) -> Child:
-        """Start one process; its output goes to ``<name>.log``."""
+    @property
+    def scratch(self) -> Path:
+        """Its folder for sockets and temporary files."""
         assert self._scratch is not None, "enter the supervisor first"
+        return self._scratch
+
+    async def start(
+        self, name: str, command: Command, probe: Probe, first_phase: str = STARTING, boots: int = 1
+    ) -> Child:
+        """Start one process; its output goes to ``<name>.log``, after what is there when it was started before."""
         log = self.logs / f"{name}.log"
-        with log.open("wb") as sink:
+        if boots == 1:
+            log.unlink(missing_ok=True)
+        read_to = log.stat().st_size if log.exists() else 0
+        # To be appended to: a log that was cut short is written on from its new end.
+        with log.open("ab") as sink:
             process = await asyncio.create_subprocess_exec(
                 *command.argv,
                 stdin=asyncio.subprocess.DEVNULL,
@@ -121,13 +185,35 @@ class Supervisor:
                 env={**os.environ, **self._scratch_environ(), **command.environ},
                 start_new_session=True,
             )
-        child = Child(name, process, log, probe, time.monotonic(), first_phase)
+        child = Child(name, process, log, probe, time.monotonic(), first_phase, read_to=read_to, boots=boots)
         self.children.append(child)
         return child
 
+    def adopt(self, process: ProcessRecord, probe: Probe) -> Child:
+        """Watch a process that another supervisor has started.
+
+        Raises:
+            ProcessLookupError: it has ended.
+        """
+        since = time.monotonic() - (time.time() - process.created)
+        child = Child(process.name, Adopted(process.pid), process.log, probe, since, boots=process.boots)
+        child.read_to = process.log.stat().st_size if process.log.exists() else 0
+        if process.served:
+            child.phase, child.ready_after = READY, 0.0
+        self.children.append(child)
+        return child
+
+    async def end(self, child: Child, grace: float = STOP_SECONDS) -> None:
+        """End one child with all that it forked; whoever watches does not take it for one that died."""
+        self.children.remove(child)
+        await _end(child.process.pid, child.process, grace)
+
+    def child(self, name: str) -> Child | None:
+        return next((each for each in self.children if each.name == name), None)
+
     def _scratch_environ(self) -> Mapping[str, str]:
         scratch = str(self._scratch)
-        return {"TMPDIR": scratch, "VLLM_RPC_BASE_PATH": scratch, "PYTHONUNBUFFERED": "1"}
+        return {"TMPDIR": scratch, "VLLM_RPC_BASE_PATH": scratch, "PYTHONUNBUFFERED": "1", RUN: self.run}
 
     async def until_ready(self, deadline_seconds: float, on_change: Callable[[], None] = lambda: None) -> None:
         """Wait until every child answers.
@@ -148,13 +234,7 @@ class Supervisor:
                     f"not ready after {deadline_seconds:.0f} s: {who}. See the logs in {self.logs}, "
                     "or give more time with --start-timeout."
                 )
-            for child in waiting:
-                _read_phase(child)
-            answers = await asyncio.gather(*(child.probe() for child in waiting))
-            for child, ready in zip(waiting, answers, strict=True):
-                if ready:
-                    child.ready_after = time.monotonic() - child.started
-                    child.phase = "ready"
+            await asyncio.gather(*map(look_at, waiting))
             on_change()
             await asyncio.sleep(POLL_SECONDS)
 
@@ -191,8 +271,7 @@ class Supervisor:
         """Raise ChildDied when a child has ended."""
         for child in self.children:
             if child.process.returncode is not None:
-                _read_phase(child)
-                raise ChildDied(child.name, child.process.returncode, child.phase, child.log)
+                raise died(child)
 
     async def stop(self) -> None:
         """End every child with all that it forked, and remove what they leave; can be called again."""
@@ -200,9 +279,24 @@ class Supervisor:
         # Before everything answers there is no request to finish, and whoever waits wants the reason now.
         serving = all(child.ready_after is not None for child in children)
         grace = STOP_SECONDS if serving and all(map(_runs, children)) else HASTY_SECONDS
-        await asyncio.gather(*(_end(child, grace) for child in children))
+        await asyncio.gather(*(_end(child.process.pid, child.process, grace) for child in children))
         if self._scratch is not None:
             shutil.rmtree(self._scratch, ignore_errors=True)
+
+
+def died(child: Child) -> ChildDied:
+    """What there is to say of a child that has ended."""
+    assert child.process.returncode is not None
+    _read_phase(child)
+    return ChildDied(child.name, child.process.returncode, child.phase, child.log)
+
+
+async def look_at(child: Child) -> None:
+    """Bring up to date what *child* is doing, and whether it answers."""
+    _read_phase(child)
+    if await child.probe():
+        child.ready_after = time.monotonic() - child.started
+        child.phase = READY
 
 
 def make_scratch(base: str) -> Path:
@@ -218,21 +312,31 @@ def _runs(child: Child) -> bool:
     return child.process.returncode is None
 
 
-async def _end(child: Child, grace: float) -> None:
-    """End one child and its whole session: asked first, killed after *grace* seconds, then cleaned up after."""
-    group = child.process.pid
+async def end_session(group: int, grace: float) -> None:
+    """The same for the session *group* of another supervisor's child, whether its leader runs or not."""
+    try:
+        leader = Adopted(group)
+    except ProcessLookupError:
+        leader = None
+    await _end(group, leader, grace)
+
+
+async def _end(group: int, leader: asyncio.subprocess.Process | Adopted | None, grace: float) -> None:
+    """End a whole session: its leader is asked first, all are killed after *grace* seconds, then cleaned up after."""
     segments = shared_memory_of(group)
-    with contextlib.suppress(ProcessLookupError):
-        # The leader ends its own children in order; one that has gone cannot.
-        child.process.terminate()
-    with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(child.process.wait(), grace)
+    if leader is not None:
+        with contextlib.suppress(ProcessLookupError):
+            # The leader ends its own children in order; one that has gone cannot.
+            leader.terminate()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(leader.wait(), grace)
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(_session_end(group), min(grace, ORPHAN_SECONDS))
     segments |= shared_memory_of(group)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(group, signal.SIGKILL)
-    await child.process.wait()
+    if leader is not None:
+        await leader.wait()
     # A killed process is gone when the kernel says so, not when we asked.
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(_session_end(group), STOP_SECONDS)

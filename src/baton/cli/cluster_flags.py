@@ -1,0 +1,146 @@
+"""What `baton up` and `baton plan` are asked for: one way from flags and a cluster file to a planned cluster."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from baton.cli.parser import Failure, Parser, add_transfer_flags, count, port_number
+from baton.cli.transport import add_transport, transport_of
+from baton.cluster import Cluster, Device, Role, TransferMode
+from baton.launch import (
+    Flags,
+    PlanRequest,
+    RoleFlags,
+    available_cpus,
+    available_numa,
+    bidirectional_asked,
+    dashed,
+    plan,
+    plan_file,
+    read_cluster_file,
+)
+from baton.models import EMBEDDED
+
+DEFAULT_MODEL = next(iter(EMBEDDED))
+
+
+def add_cluster_flags(parser: Parser) -> None:
+    """The flags that describe a cluster."""
+    parser.add_argument(
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help=f"an embedded model's name, a folder, or a hub id (default: {DEFAULT_MODEL})",
+    )
+    parser.add_argument(
+        "-f", "--cluster", metavar="FILE", help="a cluster in YAML or JSON; flags win over it (docs/reference.md)"
+    )
+    for role in Role:
+        parser.add_argument(f"--{role}", type=count, metavar="N", help=f"{role} servers (default: 1)")
+    parser.add_argument(
+        "--device",
+        choices=[str(device) for device in Device],
+        help="what engines compute on (default: as vLLM is installed)",
+    )
+    parser.add_argument("--host", help="where everything listens (default: 127.0.0.1)")
+    parser.add_argument("--port", type=port_number, help="the proxy's (default: 8000)")
+    for role, api, side in ((Role.PREFILL, 8100, 5559), (Role.DECODE, 8200, 5659)):
+        parser.add_argument(
+            f"--{role}-port",
+            type=port_number,
+            metavar="PORT",
+            help=f"API port of the first {role} server; the next takes the next (default: {api})",
+        )
+        parser.add_argument(
+            f"--{role}-side-channel-port",
+            type=port_number,
+            metavar="PORT",
+            help=f"its side channel (default: {side})",
+        )
+        parser.add_argument(
+            f"--{role}-args",
+            default="",
+            metavar="FLAGS",
+            help=f"vllm serve's flags for {role} servers only, in one quoted text",
+        )
+    add_transfer_flags(parser)
+    parser.add_argument("--engine-args", default="", metavar="FLAGS", help="the same for every engine")
+    add_transport(parser)
+    parser.add_argument(
+        "--warm-up",
+        action=argparse.BooleanOptionalAction,
+        help="whether the proxy does one small hand-off for each pair first (default: --warm-up)",
+    )
+
+
+def planned_cluster(args: argparse.Namespace, words_after: Sequence[str] = ()) -> Cluster:
+    """What flags and cluster file come to.
+
+    Args:
+        words_after: `vllm serve` flags for every engine, that stand after ``--``.
+
+    Raises:
+        LaunchError: they don't go together, or the file is no good.
+    """
+    common = (*quoted(args.engine_args, "--engine-args"), *dashed(words_after))
+    proxy_flags = () if args.warm_up is None else ("--warm-up" if args.warm_up else "--no-warm-up",)
+    prefill_args = quoted(args.prefill_args, "--prefill-args")
+    decode_args = quoted(args.decode_args, "--decode-args")
+    travel: dict[str, Any] = {
+        "device": None if args.device is None else Device(args.device),
+        "transfer_mode": None if args.transfer_mode is None else TransferMode(args.transfer_mode),
+        "bidirectional": bidirectional_asked(args.bidirectional_kv, os.environ),
+        "pull_threshold": args.remote_pull_threshold,
+        "transport": transport_of(args),
+    }
+    if args.cluster is not None:
+        file = read_cluster_file(Path(args.cluster).expanduser())
+        roles = {
+            Role.PREFILL: RoleFlags(args.prefill, args.prefill_port, args.prefill_side_channel_port, prefill_args),
+            Role.DECODE: RoleFlags(args.decode, args.decode_port, args.decode_side_channel_port, decode_args),
+        }
+        flags = Flags(args.model, args.host, args.port, common, proxy_flags, roles, **travel)
+        return plan_file(file, flags, available_cpus(), available_numa())
+    given = {
+        "prefill": args.prefill,
+        "decode": args.decode,
+        "host": args.host,
+        "proxy_port": args.port,
+        "prefill_port": args.prefill_port,
+        "decode_port": args.decode_port,
+        "prefill_side_port": args.prefill_side_channel_port,
+        "decode_side_port": args.decode_side_channel_port,
+    }
+    return plan(
+        PlanRequest(
+            model=args.model or DEFAULT_MODEL,
+            cpus=available_cpus(),
+            numa=available_numa(),
+            common_args=common,
+            prefill_args=prefill_args,
+            decode_args=decode_args,
+            proxy_flags=proxy_flags,
+            **{name: value for name, value in (given | travel).items() if value is not None},
+        )
+    )
+
+
+def split(words: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
+    """Our words, and what stands after ``--``: flags for every engine."""
+    words = list(words)
+    if "--" not in words:
+        return words, ()
+    at = words.index("--")
+    return words[:at], tuple(words[at + 1 :])
+
+
+def quoted(text: str, flag: str) -> tuple[str, ...]:
+    try:
+        return dashed(shlex.split(text))
+    except ValueError as error:
+        raise Failure(f"{flag} {text!r}: {error}", 2) from error

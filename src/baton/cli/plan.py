@@ -1,0 +1,139 @@
+"""`baton plan`: what `baton up` would start, with every port, device and command. Starts nothing."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from baton.cli.cluster_flags import add_cluster_flags, planned_cluster, split
+from baton.cli.parser import Failure, Parser
+from baton.cluster import THIS_HOST, Cluster
+from baton.launch import (
+    ClusterFileError,
+    Command,
+    LaunchError,
+    Process,
+    as_shell,
+    as_text,
+    as_value,
+    available_bytes,
+    check_cluster,
+    check_plan,
+    cluster_commands,
+    dumps,
+    estimates,
+    install_for,
+    installed_engine,
+    processes,
+    schema,
+)
+from baton.models import ModelError, ResolvedModel, resolve
+
+
+def run(words: Sequence[str]) -> int:
+    words, engine_args = split(words)
+    args = _parser().parse_all(words)
+    if args.schema:
+        print(dumps(schema()))
+        return 0
+    try:
+        cluster = planned_cluster(args, engine_args)
+        model = find_model(cluster)
+        install = installed_engine()
+        commands = cluster_commands(cluster, model, install)
+        engines = [commands[each.id] for each in cluster.instances]
+        check = check_cluster if args.check else check_plan
+        problems = check(cluster, engines, install, local_model=model.local)
+    except ClusterFileError as error:
+        raise Failure(str(error), 2, error.others) from error
+    except LaunchError as error:
+        raise Failure(str(error), 2) from error
+    except ModelError as error:
+        raise Failure(str(error)) from error
+    on_cpu = install_for(cluster, install).device == "cpu"
+    known: Mapping[str, Command] = {each.id: commands[each.id] for each in cluster.instances}
+    environ = os.environ if len(cluster.nodes) == 1 else {}
+    hosts = processes(cluster, commands, estimates(known, environ) if on_cpu and model.local else {})
+    if args.only is not None:
+        hosts = {args.only: _of_host(hosts, args.only)}
+    whats = [problem.what for problem in problems]
+    if args.json:
+        print(dumps(as_value(cluster, hosts, whats)))
+    elif args.shell or args.output is not None:
+        _scripts(hosts, args.output)
+    else:
+        print(as_text(cluster, hosts, available_bytes() if cluster.nodes == (THIS_HOST,) else None))
+    if problems:
+        code = 2 if all(problem.words for problem in problems) else 1
+        raise Failure(whats[0], code, whats[1:])
+    return 0
+
+
+def find_model(cluster: Cluster) -> ResolvedModel:
+    """The model, as this host has it; a folder that only other hosts have is taken as it is named.
+
+    Raises:
+        ModelError: there is no such model.
+    """
+    try:
+        return resolve(cluster.model, report=lambda line: print(f"{line} ...", file=sys.stderr, flush=True))
+    except ModelError:
+        if cluster.model.startswith("/") and THIS_HOST not in cluster.nodes:
+            return ResolvedModel(cluster.model, cluster.model, local=False)
+        raise
+
+
+def _of_host(hosts: Mapping[str, list[Process]], name: str) -> list[Process]:
+    if name not in hosts:
+        raise Failure(f"--only {name}: nothing is planned there; there are {', '.join(hosts)}", 2)
+    return hosts[name]
+
+
+def _scripts(hosts: Mapping[str, list[Process]], folder: str | None) -> None:
+    """Print the script of the one host, or write one a host."""
+    if folder is None:
+        if len(hosts) > 1:
+            raise Failure(
+                f"--shell makes a script a host, and the plan has {len(hosts)}: choose one with --only "
+                f"{next(iter(hosts))}, or write all with --output DIR",
+                2,
+            )
+        print(*(as_shell(name, found) for name, found in hosts.items()), sep="", end="")
+        return
+    for name, found in hosts.items():
+        path = Path(folder).expanduser() / f"{name.replace('/', '_')}.sh"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(as_shell(name, found))
+            path.chmod(0o755)
+        except OSError as error:
+            raise Failure(f"--output {folder}: cannot write {path}: {error.strerror}") from error
+        print(path)
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="baton plan",
+        usage="baton plan [MODEL] [options] [-- vllm serve's flags for every engine]",
+        description="What `baton up` would start: ports, devices, environment and command of every process, by host.",
+        epilog=(
+            "examples:\n"
+            "  baton plan --prefill 2 --decode 3\n"
+            "  baton plan -f examples/2p3d-hosts.yaml\n"
+            "  baton plan -f examples/2p3d-hosts.yaml --shell --output scripts\n"
+            "  baton plan --schema > baton.schema.json"
+        ),
+    )
+    add_cluster_flags(parser)
+    shape = parser.add_mutually_exclusive_group()
+    shape.add_argument("--json", action="store_true", help="for programs")
+    shape.add_argument("--shell", action="store_true", help="a shell script that runs one host's share")
+    shape.add_argument("--schema", action="store_true", help="print the JSON schema of cluster files, and stop")
+    parser.add_argument("--output", metavar="DIR", help="write the script of every host to DIR/HOST.sh")
+    parser.add_argument("--only", metavar="HOST", help="this host's share only")
+    parser.add_argument(
+        "--check", action="store_true", help="look at this machine too: ports, memory, packages, as `baton up` does"
+    )
+    return parser

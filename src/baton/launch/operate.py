@@ -1,0 +1,455 @@
+"""A cluster that stays up: what ends is started again, and instances come, go, drain and start anew while it serves.
+
+The supervisor owns processes; this owns what the cluster is to be, and its record.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from baton.cluster import THIS_HOST, Cluster, Endpoint, Instance, Role
+from baton.launch.cluster_run import PROXY, WAITING, here, probe_of
+from baton.launch.commands import Command
+from baton.launch.errors import LaunchError
+from baton.launch.phases import STARTING
+from baton.launch.ports import claims_of, instance_claims
+from baton.launch.preflight import check_ports
+from baton.launch.proxy_client import ProxyClient
+from baton.launch.record import ClusterRecord, ProcessRecord, created_at, save
+from baton.launch.rotation import rotate
+from baton.launch.shapes import ranks_of, side_channels
+from baton.launch.supervisor import HASTY_SECONDS, POLL_SECONDS, Child, ChildDied, Supervisor, died, look_at
+
+logger = logging.getLogger("baton.launch")
+
+FIRST_WAIT_SECONDS = 0.5
+LONGEST_WAIT_SECONDS = 30.0
+STEADY_SECONDS = 60.0
+"""Who served for so long is not taken for one that fails again and again."""
+ROTATE_SECONDS = 5.0
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Keeping:
+    """How a cluster is kept up.
+
+    Attributes:
+        restarts: whether what ends by itself is started again.
+        start_seconds: how long one process may take to answer.
+        drain_seconds: how long what is under way may go on when an instance is to go.
+        log_bytes: of one log before it is moved aside.
+    """
+
+    restarts: bool = True
+    start_seconds: float = 600.0
+    drain_seconds: float = 120.0
+    log_bytes: int = 64 << 20
+
+
+@dataclass
+class Fortune:
+    """What became of one process before.
+
+    Attributes:
+        failures: starts in a row that did not last.
+        last: why the last one ended.
+        again_at: when it is started again, on the monotonic clock; None when nobody waits for that.
+        draining: it gets nothing new.
+    """
+
+    failures: int = 0
+    last: str | None = None
+    again_at: float | None = None
+    draining: bool = False
+
+
+def wait_before(failures: int) -> float:
+    """Seconds until a process that failed *failures* times in a row is started again: doubled each time, bounded."""
+    # Bounded before it is raised: it may fail for days.
+    return float(min(FIRST_WAIT_SECONDS * 2 ** min(failures - 1, 16), LONGEST_WAIT_SECONDS)) if failures else 0.0
+
+
+class Operator:
+    """Keeps one started cluster.
+
+    Args:
+        supervisor: of its processes.
+        record: what is known of it; kept up to date on disk.
+        command_of: the command of a process by its name, in the cluster as it is then.
+        proxy: of the cluster.
+        environ: where the record lies.
+    """
+
+    def __init__(
+        self,
+        supervisor: Supervisor,
+        record: ClusterRecord,
+        command_of: Callable[[Cluster, str], Command],
+        proxy: ProxyClient,
+        *,
+        keeping: Keeping,
+        environ: Mapping[str, str],
+    ) -> None:
+        self.supervisor = supervisor
+        self.record = record
+        self._command_of = command_of
+        self._proxy = proxy
+        self._keeping = keeping
+        self._environ = environ
+        self._fortunes: dict[str, Fortune] = {}
+        # One change at a time; looking is always allowed.
+        self._change = asyncio.Lock()
+        self._wake = asyncio.Event()
+        self._reviving: dict[str, asyncio.Task[None]] = {}
+
+    @property
+    def cluster(self) -> Cluster:
+        return self.record.cluster
+
+    async def begin(self, left: Sequence[ProcessRecord] = ()) -> None:
+        """Take over what is *left* of it, and start the rest."""
+        save(self.record, self._environ)
+        known = {process.name: process for process in left}
+        for name in here(self.cluster, self.record.node):
+            process = known.get(name)
+            probe = probe_of(self.cluster, name)
+            if process is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    self.supervisor.adopt(process, probe)
+                    continue
+            boots = 1 if process is None else process.boots + 1
+            phase = STARTING if name != PROXY else WAITING
+            await self.supervisor.start(name, self._command_of(self.cluster, name), probe, phase, boots)
+            self.write()
+        self.write()
+
+    def write(self) -> None:
+        """Bring the record on disk up to date."""
+        processes = tuple(
+            ProcessRecord(
+                name=child.name,
+                pid=child.process.pid,
+                created=created_at(child.process.pid),
+                log=child.log,
+                boots=child.boots,
+                served=child.ready_after is not None,
+            )
+            for child in self.supervisor.children
+        )
+        self.record = self.record.model_copy(update={"processes": processes})
+        save(self.record, self._environ)
+
+    async def keep(self) -> None:
+        """Watch until cancelled.
+
+        Raises:
+            ChildDied: a process ended by itself, and none is to be started again.
+        """
+        rotating = asyncio.create_task(self._rotate_forever())
+        try:
+            while True:
+                await self._until_something_ends()
+                for child in [each for each in self.supervisor.children if each.process.returncode is not None]:
+                    if not self._keeping.restarts:
+                        raise died(child)
+                    await self._bury(child)
+        finally:
+            tasks = [rotating, *self._reviving.values()]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _until_something_ends(self) -> None:
+        self._wake.clear()
+        waits = [asyncio.ensure_future(child.process.wait()) for child in self.supervisor.children]
+        waits.append(asyncio.ensure_future(self._wake.wait()))
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+
+    async def _bury(self, child: Child) -> None:
+        """Clear away what a process that ended has left, and see to its next start."""
+        said = str(died(child))
+        fortune = self.fortune(child.name)
+        steady = child.ready_after is not None and child.seconds_ready > STEADY_SECONDS
+        fortune.failures = 1 if steady else fortune.failures + 1
+        fortune.last = said
+        await self.supervisor.end(child, HASTY_SECONDS)
+        seconds = wait_before(fortune.failures)
+        logger.warning("%s; it is started again in %.1f s", said, seconds)
+        self.write()
+        self._revive(child.name, child.boots + 1, seconds)
+
+    def _revive(self, name: str, boots: int, seconds: float) -> None:
+        async def revive() -> None:
+            fortune = self.fortune(name)
+            fortune.again_at = time.monotonic() + seconds
+            await asyncio.sleep(seconds)
+            fortune.again_at = None
+            child = await self._start(name, boots)
+            # Whether it dies on the way is seen by keep(), which buries it.
+            with contextlib.suppress(ChildDied):
+                await self._until_ready(child)
+
+        task = asyncio.create_task(revive())
+        self._reviving[name] = task
+        task.add_done_callback(lambda done: self._revived(name, done))
+
+    def _revived(self, name: str, task: asyncio.Task[None]) -> None:
+        if self._reviving.get(name) is task:
+            del self._reviving[name]
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("%s was not started again: %s", name, error)
+            self.fortune(name).last = str(error)
+
+    async def _start(self, name: str, boots: int) -> Child:
+        command = self._command_of(self.cluster, name)
+        child = await self.supervisor.start(name, command, probe_of(self.cluster, name), boots=boots)
+        self.write()
+        self._wake.set()
+        return child
+
+    async def _until_ready(self, child: Child) -> None:
+        """
+        Raises:
+            ChildDied: it ended first.
+            LaunchError: it took too long; it runs on.
+        """
+        deadline = time.monotonic() + self._keeping.start_seconds
+        while child.ready_after is None:
+            if child.process.returncode is not None:
+                raise died(child)
+            if time.monotonic() > deadline:
+                raise LaunchError(
+                    f"{child.name} does not answer after {self._keeping.start_seconds:g} s ({child.phase}): see its "
+                    f"log, {child.log}"
+                )
+            await look_at(child)
+            if child.ready_after is None:
+                await asyncio.sleep(POLL_SECONDS)
+        self.write()
+
+    async def _rotate_forever(self) -> None:
+        while True:
+            await asyncio.sleep(ROTATE_SECONDS)
+            for child in self.supervisor.children:
+                if rotate(child.log, self._keeping.log_bytes):
+                    child.read_to = 0
+
+    def fortune(self, name: str) -> Fortune:
+        return self._fortunes.setdefault(name, Fortune())
+
+    def status(self) -> list[dict[str, Any]]:
+        """What is known here of each process: its name, what it does, since when, and how it fared."""
+        rows = []
+        engines = {each.id: each for each in self.cluster.instances}
+        for name in here(self.cluster, self.record.node):
+            endpoint, child, fortune = engines.get(name), self.supervisor.child(name), self.fortune(name)
+            rows.append(
+                {
+                    "id": name,
+                    "role": PROXY if endpoint is None else str(endpoint.role),
+                    "url": self._proxy.url if endpoint is None else endpoint.url,
+                    "state": state_of(child, fortune),
+                    "pid": None if child is None else child.process.pid,
+                    "seconds": None if child is None else round(time.monotonic() - child.started, 1),
+                    "boots": 0 if child is None else child.boots,
+                    "failures": fortune.failures,
+                    "last_failure": fortune.last,
+                    "restart_in_seconds": None
+                    if fortune.again_at is None
+                    else round(max(0.0, fortune.again_at - time.monotonic()), 1),
+                    "log": str(self.supervisor.logs / f"{name}.log"),
+                }
+            )
+        return rows
+
+    # changes
+
+    async def scale(self, wanted: Mapping[Role, int], say: Say) -> None:
+        """Start or stop instances until there are as many of each role as *wanted*.
+
+        Raises:
+            LaunchError: there is no room for them, or one did not come up.
+            ProxyRefused: the proxy does not go along; what was started for it has been stopped.
+        """
+        async with self._change:
+            for role, count in wanted.items():
+                if count < 1:
+                    raise LaunchError(f"--{role} {count}: a cluster needs at least one {role} server")
+            for role, count in wanted.items():
+                have = [each for each in self.cluster.on(self.record.node) if each.role is role]
+                if count == len(have):
+                    say(f"there are {count} {role} servers already")
+                if count > len(have):
+                    await self._grow(role, count - len(have), say)
+                for instance in reversed(have[count:]):
+                    await self._drain(instance, say)
+                    await self._proxy.remove(instance.url)
+                    await self._stop(instance.id)
+                    others = tuple(each for each in self.cluster.instances if each.id != instance.id)
+                    self._become(others)
+                    say(f"{instance.id} is stopped")
+
+    async def _grow(self, role: Role, more: int, say: Say) -> None:
+        fresh: list[Instance] = []
+        for _ in range(more):
+            fresh.append(next_instance(self.cluster, role, fresh, self.record.node))
+        # All of it is checked before any of it is started.
+        grown = ordered((*self.cluster.instances, *fresh))
+        claims = [claim for each in fresh for claim in instance_claims(each)]
+        problems = check_ports((claim.host, claim.port, claim.owner) for claim in claims)
+        if problems:
+            raise LaunchError("; ".join(problem.what for problem in problems))
+        before = self.cluster.instances
+        self._become(grown)
+        try:
+            children = [await self._start(each.id, 1) for each in fresh]
+            say(f"starting {', '.join(each.id for each in fresh)}")
+            await asyncio.gather(*map(self._until_ready, children))
+            for each in fresh:
+                await self._proxy.add(as_endpoint(each))
+                say(f"{each.id} serves at {each.url}")
+        except BaseException:
+            for each in fresh:
+                await self._stop(each.id)
+            self._become(before)
+            raise
+
+    async def drain(self, names: list[str], say: Say) -> None:
+        """Have instances finish what they do, and get nothing new.
+
+        Raises:
+            LaunchError: there is none of that name.
+            ProxyRefused: the proxy does not go along.
+        """
+        async with self._change:
+            for instance in self._named(names):
+                await self._drain(instance, say)
+
+    async def restart(self, names: list[str], say: Say) -> None:
+        """Start processes anew, one after the other, each drained before.
+
+        Raises:
+            LaunchError: there is none of that name, or it does not come up.
+            ProxyRefused: the proxy does not go along.
+        """
+        async with self._change:
+            chosen = self._named([name for name in names if name != PROXY])
+            for instance in chosen:
+                await self._drain(instance, say)
+                await self._restart(instance.id, say)
+                await self._proxy.add(as_endpoint(instance))
+                self.fortune(instance.id).draining = False
+                say(f"{instance.id} serves again")
+            if PROXY in names:
+                await self._restart(PROXY, say)
+                say("the proxy serves again")
+
+    async def _restart(self, name: str, say: Say) -> None:
+        boots = await self._stop(name) + 1
+        say(f"{name} is stopped; starting it again")
+        self.fortune(name).failures = 0
+        try:
+            await self._until_ready(await self._start(name, boots))
+        except ChildDied as error:
+            raise LaunchError(f"{error}; it is tried again and again") from error
+
+    async def _drain(self, instance: Instance, say: Say) -> None:
+        others = [each for each in self.cluster.of_role(instance.role) if each.id != instance.id]
+        if not any(not self.fortune(each.id).draining for each in others):
+            say(f"{instance.id} is the only {instance.role} server in use: requests are refused while it is away")
+        self.fortune(instance.id).draining = True
+        say(f"draining {instance.id}")
+        if await self._proxy.drain(instance.url, self._keeping.drain_seconds):
+            say(f"{instance.id} has nothing under way")
+        else:
+            say(f"{instance.id} is not done after {self._keeping.drain_seconds:g} s: what is left is cut off")
+
+    async def _stop(self, name: str) -> int:
+        """End a process, or the plan to start it; how often it was started."""
+        reviving = self._reviving.pop(name, None)
+        if reviving is not None:
+            reviving.cancel()
+            await asyncio.gather(reviving, return_exceptions=True)
+        child = self.supervisor.child(name)
+        if child is None:
+            return 1
+        await self.supervisor.end(child)
+        self._wake.set()
+        self.write()
+        return child.boots
+
+    def _become(self, instances: tuple[Instance, ...]) -> None:
+        cluster = self.cluster.model_copy(update={"instances": instances})
+        self.record = self.record.model_copy(update={"cluster": cluster})
+        self.write()
+
+    def _named(self, names: list[str]) -> list[Instance]:
+        by_name = {each.id: each for each in self.cluster.on(self.record.node)}
+        for name in names:
+            if name not in by_name:
+                raise LaunchError(f"there is no instance {name!r}: there are {', '.join(by_name)}")
+        return [by_name[name] for name in names]
+
+
+def state_of(child: Child | None, fortune: Fortune) -> str:
+    """One word for how it is with a process."""
+    if child is None:
+        return "restarting" if fortune.again_at is not None else "stopped"
+    if child.ready_after is None:
+        return child.phase
+    return "draining" if fortune.draining else "ready"
+
+
+def ordered(instances: tuple[Instance, ...]) -> tuple[Instance, ...]:
+    """Prefill servers first, each role in its order."""
+    return tuple(sorted(instances, key=lambda each: each.role is not Role.PREFILL))
+
+
+def next_instance(cluster: Cluster, role: Role, beside: Sequence[Instance], node: str = THIS_HOST) -> Instance:
+    """One more instance of *role* on *node*, as the last one there, with a name and ports of its own.
+
+    Args:
+        beside: others that are new as well.
+
+    Raises:
+        LaunchError: there are no ports left, or none of the role is there.
+    """
+    every = (*cluster.instances, *beside)
+    same = [each for each in every if each.role is role and each.node == node]
+    if not same:
+        raise LaunchError(f"there is no {role} server on {node} that another one could be like")
+    number = 1 + max((int(each.id[1:]) for each in every if each.role is role and each.id[1:].isdigit()), default=-1)
+    taken = {claim.port for claim in claims_of(cluster.model_copy(update={"instances": every})) if claim.node == node}
+    last = same[-1]
+    port = max(each.port for each in same) + 1
+    while port in taken:
+        port += 1
+    width = _after(last) - last.side_channel_port
+    side = max(map(_after, same))
+    while (taken | {port}) & set(range(side, side + width)):
+        side += 1
+    if max(port, side + width - 1) > 65535:
+        raise LaunchError(f"there are no ports left for one more {role} server")
+    return last.model_copy(update={"id": f"{role.letter}{number}", "port": port, "side_channel_port": side})
+
+
+def _after(instance: Instance) -> int:
+    """The first port after its side channel's."""
+    return max(side_channels(instance.side_channel_port, ranks_of(instance.engine_args))) + 1
+
+
+def as_endpoint(instance: Instance) -> Endpoint:
+    """What the proxy must know of it."""
+    return Endpoint(role=instance.role, host=instance.host, port=instance.port, tls=instance.tls)

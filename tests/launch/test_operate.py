@@ -1,0 +1,390 @@
+"""A cluster that is kept up, with small processes in place of engines and proxy."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from baton.cluster import Cluster, Instance, Role
+from baton.launch import ChildDied, LaunchError, ProxyRefused, Supervisor
+from baton.launch.control import ControlFailed, ask_change, ask_status, listening
+from baton.launch.down import take_down
+from baton.launch.observe import gauges, observe
+from baton.launch.operate import LONGEST_WAIT_SECONDS, Operator, next_instance, wait_before
+from baton.launch.record import ClusterRecord, load, record_path, runs, save, strays
+from baton.launch.rotation import rotate
+from tests.launch.processes import METRICS, cluster_of, operator_of
+from tests.ports import free_ports
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+@contextlib.asynccontextmanager
+async def kept(folder: Path, **keeping: Any) -> AsyncIterator[tuple[Operator, list[str]]]:
+    """A cluster that is up and kept, and what its changes say."""
+    environ = {"XDG_STATE_HOME": str(folder)}
+    async with Supervisor(folder / "logs", f"run-{folder.name}") as supervisor:
+        operator = operator_of(supervisor, cluster_of(free_ports(5)), "c", environ, **keeping)
+        await operator.begin()
+        await supervisor.until_ready(60)
+        operator.write()
+        keep = asyncio.create_task(operator.keep())
+        try:
+            yield operator, []
+        finally:
+            keep.cancel()
+            await asyncio.gather(keep, return_exceptions=True)
+
+
+def with_kept(work: Callable[[Operator, list[str]], Awaitable[None]], folder: Path, **keeping: Any) -> None:
+    async def go() -> None:
+        async with kept(folder, **keeping) as (operator, said):
+            await work(operator, said)
+
+    asyncio.run(go())
+
+
+async def until(condition: Callable[[], object], seconds: float = 60.0) -> None:
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.02)
+
+
+def row(operator: Operator, name: str) -> dict[str, Any]:
+    return next(each for each in operator.status() if each["id"] == name)
+
+
+def stored(folder: Path) -> ClusterRecord:
+    record = load("c", {"XDG_STATE_HOME": str(folder)})
+    assert record is not None
+    return record
+
+
+def test_what_ends_is_started_again_and_is_known_to_have_been(tmp_path: Path) -> None:
+    async def work(operator: Operator, _: list[str]) -> None:
+        child = operator.supervisor.child("D0")
+        assert child is not None
+        first = child.process.pid
+        os.kill(first, signal.SIGKILL)
+        await until(lambda: row(operator, "D0")["boots"] == 2 and row(operator, "D0")["state"] == "ready")
+        said = row(operator, "D0")
+        assert said["pid"] != first
+        assert said["failures"] == 1
+        assert "D0 died while ready (killed by SIGKILL)" in said["last_failure"]
+        assert row(operator, "P0")["boots"] == 1
+        kept_now = {each.name: (each.pid, each.boots) for each in stored(tmp_path).processes}
+        assert kept_now["D0"] == (said["pid"], 2)
+        # The log of the first start is still there.
+        assert (tmp_path / "logs" / "D0.log").read_text().count("an engine in process") == 2
+
+    with_kept(work, tmp_path)
+
+
+def test_nothing_is_started_again_when_nobody_wants_it(tmp_path: Path) -> None:
+    async def go() -> None:
+        async with Supervisor(tmp_path / "logs", "run-never") as supervisor:
+            environ = {"XDG_STATE_HOME": str(tmp_path)}
+            operator = operator_of(supervisor, cluster_of(free_ports(5)), "c", environ, restarts=False)
+            await operator.begin()
+            await supervisor.until_ready(60)
+            os.kill(supervisor.children[0].process.pid, signal.SIGKILL)
+            with pytest.raises(ChildDied, match="P0 died while ready"):
+                await operator.keep()
+
+    asyncio.run(go())
+
+
+def test_the_wait_doubles_and_is_bounded() -> None:
+    assert [wait_before(number) for number in range(4)] == [0.0, 0.5, 1.0, 2.0]
+    assert wait_before(1_000_000) == LONGEST_WAIT_SECONDS
+
+
+def test_servers_come_and_go_while_it_serves(tmp_path: Path) -> None:
+    async def work(operator: Operator, said: list[str]) -> None:
+        await operator.scale({Role.DECODE: 3}, said.append)
+        assert [each.id for each in operator.cluster.instances] == ["P0", "D0", "D1", "D2"]
+        routed = await operator._proxy.instances()
+        assert {each["url"] for each in routed} == {each.url for each in operator.cluster.instances}
+        assert all(row(operator, name)["state"] == "ready" for name in ("D1", "D2"))
+        added = {name: row(operator, name)["pid"] for name in ("D1", "D2")}
+        assert stored(tmp_path).cluster == operator.cluster
+
+        await operator.scale({Role.DECODE: 1}, said.append)
+        assert [each.id for each in operator.cluster.instances] == ["P0", "D0"]
+        assert {each["url"] for each in await operator._proxy.instances()} == {
+            each.url for each in operator.cluster.instances
+        }
+        assert not any(psutil.pid_exists(pid) for pid in added.values())
+        assert "D1 has nothing under way" in said
+
+        await operator.scale({Role.PREFILL: 1}, said.append)
+        assert said[-1] == "there are 1 prefill servers already"
+        with pytest.raises(LaunchError, match="--decode 0: a cluster needs at least one decode server"):
+            await operator.scale({Role.DECODE: 0}, said.append)
+
+    with_kept(work, tmp_path)
+
+
+def test_a_server_for_which_there_is_no_room_changes_nothing(tmp_path: Path) -> None:
+    async def work(operator: Operator, said: list[str]) -> None:
+        before = operator.cluster
+        with (
+            socket.create_server(("127.0.0.1", next_instance(before, Role.DECODE, []).port)),
+            pytest.raises(LaunchError, match=r"port \d+ for D1's API is not free"),
+        ):
+            await operator.scale({Role.DECODE: 2}, said.append)
+        assert operator.cluster == before
+        assert len(operator.supervisor.children) == 3
+
+    with_kept(work, tmp_path)
+
+
+def test_what_the_proxy_refuses_is_stopped_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work(operator: Operator, said: list[str]) -> None:
+        async def refuse(*_: Any) -> None:
+            raise ProxyRefused("the proxy answered 403")
+
+        monkeypatch.setattr(operator._proxy, "add", refuse)
+        before = operator.cluster
+        with pytest.raises(ProxyRefused, match="403"):
+            await operator.scale({Role.DECODE: 2}, said.append)
+        assert operator.cluster == before
+        assert {child.name for child in operator.supervisor.children} == {"P0", "D0", "proxy"}
+
+    with_kept(work, tmp_path)
+
+
+def test_a_restart_drains_first_and_is_no_failure(tmp_path: Path) -> None:
+    async def work(operator: Operator, said: list[str]) -> None:
+        before = {each["id"]: each["pid"] for each in operator.status()}
+        await operator.restart(["P0", "proxy"], said.append)
+        after = {each["id"]: each["pid"] for each in operator.status()}
+        assert {name for name in before if before[name] != after[name]} == {"P0", "proxy"}
+        assert row(operator, "P0")["failures"] == 0
+        assert said.index("draining P0") < said.index("P0 is stopped; starting it again")
+        assert said[0].startswith("P0 is the only prefill server in use")
+        assert {each["url"] for each in await operator._proxy.instances()} == {
+            each.url for each in operator.cluster.instances
+        }
+        with pytest.raises(LaunchError, match="there is no instance 'D7': there are P0, D0"):
+            await operator.restart(["D7"], said.append)
+
+    with_kept(work, tmp_path)
+
+
+def test_a_drained_instance_is_shown_as_such(tmp_path: Path) -> None:
+    async def work(operator: Operator, said: list[str]) -> None:
+        await operator.drain(["D0"], said.append)
+        assert row(operator, "D0")["state"] == "draining"
+        assert [each["usable"] for each in await operator._proxy.instances()] == [True, False]
+        await operator.restart(["D0"], said.append)
+        assert row(operator, "D0")["state"] == "ready"
+
+    with_kept(work, tmp_path)
+
+
+def test_commands_reach_it_by_its_socket(tmp_path: Path) -> None:
+    async def work(operator: Operator, said: list[str]) -> None:
+        record = operator.record
+        async with listening(operator, record.control):
+            rows = await ask_status(record)
+            assert [each["id"] for each in rows] == ["P0", "D0", "proxy"]
+            await ask_change(record, "scale", {"decode": 2}, said.append)
+            assert said[-1].startswith("D1 serves at")
+            with pytest.raises(ControlFailed, match="there is no instance 'x'"):
+                await ask_change(record, "drain", ["x"], said.append)
+            seen = await observe(operator.record, {})
+        assert seen["proxy_answers"]
+        decode = next(each for each in seen["processes"] if each["id"] == "D1")
+        assert decode["engine"] == {
+            "running": 3.0,
+            "kv_cache_usage": 0.5,
+            "bytes_moved": 1.5e6,
+            "version": "0.32.0",
+        }
+        assert decode["proxy"]["usable"]
+        with pytest.raises(ControlFailed, match="cannot be asked"):
+            await ask_status(record)
+
+    with_kept(work, tmp_path)
+
+
+def test_gauges_are_summed_and_the_fullest_cache_counts() -> None:
+    assert gauges(METRICS.splitlines()) == {"running": 3.0, "kv_cache_usage": 0.5, "bytes_moved": 1.5e6}
+
+
+class Crashed:
+    """A supervisor in a process of its own, that can be killed."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.ports = folder, free_ports(5)
+        words = ["up", "c", str(folder), ",".join(map(str, self.ports))]
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.launch.processes", *words],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"},
+        )
+        assert self.process.stdout is not None
+        assert self.process.stdout.readline() == "up\n"
+
+    def kill(self) -> ClusterRecord:
+        self.process.kill()
+        self.process.wait()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+        record = stored(self.folder)
+        assert not record.supervised
+        assert {each.name for each in record.alive} == {"P0", "D0", "proxy"}
+        return record
+
+
+def test_what_a_killed_supervisor_leaves_is_ended_and_nothing_else(tmp_path: Path) -> None:
+    record = Crashed(tmp_path).kill()
+    other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+    # One that it had no time to write down.
+    stray = subprocess.Popen(
+        [sys.executable, "-c", "import time; time.sleep(600)"],
+        start_new_session=True,
+        env={**os.environ, "BATON_RUN": record.run},
+    )
+    try:
+        said: list[str] = []
+        asyncio.run(take_down(record, said.append, {"XDG_STATE_HOME": str(tmp_path)}))
+        assert not record.alive
+        assert stray.wait(10) is not None
+        assert other.poll() is None
+        assert load("c", {"XDG_STATE_HOME": str(tmp_path)}) is None
+        assert not record.scratch.exists()
+        assert strays(record.run) == []
+    finally:
+        for process in (other, stray):
+            process.kill()
+            process.wait()
+
+
+def test_what_a_killed_supervisor_leaves_is_taken_over(tmp_path: Path) -> None:
+    crashed = Crashed(tmp_path)
+    left = crashed.kill()
+    # One of them ended while nobody looked.
+    gone = next(each for each in left.processes if each.name == "D0")
+    os.kill(gone.pid, signal.SIGKILL)
+
+    async def go() -> None:
+        await until(lambda: not runs(gone))
+        async with Supervisor(left.logs, left.run, left.scratch) as supervisor:
+            operator = operator_of(supervisor, cluster_of(crashed.ports), "c", {"XDG_STATE_HOME": str(tmp_path)})
+            await operator.begin(left.alive)
+            await supervisor.until_ready(60)
+            operator.write()
+            pids = {each.name: each.pid for each in left.processes}
+            assert {each["id"] for each in operator.status() if each["pid"] == pids[each["id"]]} == {"P0", "proxy"}
+            # Those that were taken over are watched as well.
+            keep = asyncio.create_task(operator.keep())
+            os.kill(pids["P0"], signal.SIGKILL)
+            await until(lambda: row(operator, "P0")["boots"] == 2 and row(operator, "P0")["state"] == "ready")
+            keep.cancel()
+            await asyncio.gather(keep, return_exceptions=True)
+            alive = stored(tmp_path)
+        # Leaving stops those that were taken over too.
+        assert not alive.alive
+
+    asyncio.run(go())
+
+
+def test_a_running_supervisor_is_asked_to_stop(tmp_path: Path) -> None:
+    crashed = Crashed(tmp_path)
+    record = stored(tmp_path)
+    assert record.supervised
+    said: list[str] = []
+    asyncio.run(take_down(record, said.append, {"XDG_STATE_HOME": str(tmp_path)}))
+    assert said[0] == f"asking the supervisor (pid {crashed.process.pid}) to stop"
+    assert crashed.process.wait(10) is not None
+    assert crashed.process.stdout is not None
+    crashed.process.stdout.close()
+    assert not record.alive
+
+
+def test_a_pid_that_is_somebody_elses_now_is_left_alone(tmp_path: Path) -> None:
+    record = Crashed(tmp_path).kill()
+    bystander = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+    try:
+        mistaken = record.processes[0].model_copy(update={"pid": bystander.pid})
+        assert not runs(mistaken)
+        asyncio.run(
+            take_down(
+                record.model_copy(update={"processes": (mistaken, *record.processes[1:])}),
+                lambda _: None,
+                {"XDG_STATE_HOME": str(tmp_path)},
+            )
+        )
+        assert bystander.poll() is None
+        # The one whose pid was not known any more is found by its mark.
+        assert not record.alive
+    finally:
+        bystander.kill()
+        bystander.wait()
+
+
+def test_a_record_that_is_broken_is_named(tmp_path: Path) -> None:
+    environ = {"XDG_STATE_HOME": str(tmp_path)}
+    path = record_path("c", environ)
+    path.parent.mkdir(parents=True)
+    path.write_text("{}")
+    with pytest.raises(LaunchError, match=r"c\.json does not say what is running"):
+        load("c", environ)
+    with pytest.raises(LaunchError, match=r"--name '\.\./x': a cluster's name is"):
+        load("../x", environ)
+
+
+def test_a_record_is_its_owners_alone(tmp_path: Path) -> None:
+    record = ClusterRecord.model_construct(name="c")
+    save(record, {"XDG_STATE_HOME": str(tmp_path)})
+    assert record_path("c", {"XDG_STATE_HOME": str(tmp_path)}).stat().st_mode & 0o077 == 0
+
+
+def test_a_long_log_is_moved_aside_while_it_is_written(tmp_path: Path) -> None:
+    log = tmp_path / "D0.log"
+    assert not rotate(log, 10)
+    with log.open("ab", buffering=0) as writer:
+        for number in range(5):
+            writer.write(b"%d" % number * 20)
+            assert rotate(log, 10)
+            assert log.stat().st_size == 0
+    assert not rotate(log, 10)
+    assert [(tmp_path / f"D0.log.{number}").read_bytes()[:1] for number in (1, 2, 3)] == [b"4", b"3", b"2"]
+    assert not (tmp_path / "D0.log.4").exists()
+
+
+def test_one_more_server_gets_a_name_and_ports_of_its_own() -> None:
+    ports = [8000, 8100, 8101, 8102, 8103]
+    cluster: Cluster = cluster_of(ports)
+    wide = Instance(
+        id="D1",
+        role=Role.DECODE,
+        host="127.0.0.1",
+        port=8104,
+        side_channel_port=8105,
+        engine_args=("--data-parallel-size", "2"),
+    )
+    cluster = cluster.model_copy(update={"instances": (*cluster.instances, wide)})
+    first = next_instance(cluster, Role.DECODE, [])
+    second = next_instance(cluster, Role.DECODE, [first])
+    assert (first.id, second.id) == ("D2", "D3")
+    owned = [8000, 8100, 8101, 8102, 8103, 8104, 8105, 8106]
+    for each in (first, second):
+        mine = [each.port, each.side_channel_port, each.side_channel_port + 1]
+        assert not set(mine) & set(owned), (mine, owned)
+        owned += mine
