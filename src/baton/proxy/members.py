@@ -202,7 +202,7 @@ class Members:
         """The fleet, as workers tell it each other."""
         return {
             "version": self._version,
-            "numbers": dict(self._fleet.numbers),
+            "numbers": {str(role): number for role, number in self._fleet.numbers.items()},
             "instances": [
                 {
                     "number": each.place,

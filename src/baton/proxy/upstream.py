@@ -298,7 +298,7 @@ class Upstream:
         except ConnectFailed as error:
             instance.probed(False, f"{said} failed: {error}", certain=True)
         except (ClientError, TimeoutError) as error:
-            instance.probed(False, f"{said} failed: {error or 'too slow'}")
+            instance.probed(False, f"{said} failed: {str(error) or 'too slow'}")
 
     async def _learn(self, instance: ProxyInstance) -> None:
         """Ask an instance what it is. One that doesn't know the question is a stock engine: its tickets say it.

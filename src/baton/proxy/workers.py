@@ -72,7 +72,7 @@ class Peers:
                 return response.status, await response.read()
         except (ClientError, TimeoutError) as error:
             if not quiet:
-                logger.warning("another worker of this proxy does not answer: %s", error or "too slow")
+                logger.warning("another worker of this proxy does not answer: %s", str(error) or "too slow")
             return 0, b""
 
     def close(self) -> None:
