@@ -455,6 +455,26 @@ def test_a_file_that_is_bad_changes_nothing_and_is_said(tmp_path: Path, caplog: 
     assert "the instances stay as they are" in caplog.text
 
 
+def test_what_a_worker_is_told_is_what_it_has_and_old_news_change_nothing() -> None:
+    async def test(made: House) -> None:
+        members, fleet = made.proxy.members, made.proxy.fleet
+        told = {**members.snapshot(), "version": 7}
+        rows = told["instances"]
+        told["instances"] = [rows[0], {**rows[1], "number": 4, "url": "http://127.0.0.1:1", "draining": True}]
+        told["numbers"] = {"prefill": 3, "decode": 5}
+        members.adopt(told)
+        assert ids(made) == ["P0", "D4"]
+        assert fleet.pools[D][0].draining
+        assert fleet.add(Endpoint(role=P, host="h", port=1)).id == "P3"
+        for version in (6, 7):
+            members.adopt({**told, "version": version, "instances": []})
+        assert ids(made) == ["P0", "P3", "D4"]
+        # it has nothing to do, and nobody else waits for it
+        await until(lambda: fleet.pools[D][0].drained)
+
+    with_house(test)
+
+
 def test_half_a_file_is_not_taken_for_a_whole_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("baton.proxy.members.FILE_SECONDS", 0.1)
     path = tmp_path / "instances.yaml"

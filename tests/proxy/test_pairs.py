@@ -188,6 +188,47 @@ def test_the_guilty_one_is_let_in_again_by_hand_offs_and_not_by_its_own_legs(clo
     assert guilty.usable
 
 
+def test_what_comes_of_hand_offs_with_one_that_has_left_is_not_kept(clock: Clock) -> None:
+    made, (first, _), (decode, _) = up(2, 2)
+    made.pair_failed(first, decode, "500")
+    made.remove(first)
+    made.pair_failed(first, decode, "500")
+    made.pair_worked(first, decode)
+    assert made.pairs.failed == {}
+    assert not made.pairs.troubled
+
+
+def test_several_engines_behind_one_address_are_not_taken_for_restarts(clock: Clock) -> None:
+    made, (first, _), _ = up(2, 2)
+    void: list[str] = []
+    made.on_new_engine(lambda each: void.append(each.id))
+    for turn in range(20):
+        first.hear({"remote_engine_id": f"engine-{turn % 2}_dp{turn % 3}"})
+    assert len(void) == 1
+
+
+def test_each_restart_voids_what_was_known_once(clock: Clock) -> None:
+    made, (first, _), _ = up(2, 2)
+    void: list[str] = []
+    made.on_new_engine(lambda each: void.append(str(each.engine_id)))
+    for turn in range(5):
+        for rank in (0, 1, 0):
+            first.hear({"remote_engine_id": f"start-{turn}_dp{rank}"})
+    assert void == [f"start-{turn}_dp0" for turn in range(1, 5)]
+    assert first.came_up == 5
+
+
+def test_one_of_which_nobody_knows_who_it_is_counts_as_another_when_it_was_out(clock: Clock) -> None:
+    made, _, (decode, other) = up(2, 2)
+    void: list[str] = []
+    made.on_new_engine(lambda each: void.append(each.id))
+    other.heard("known")
+    for instance in (decode, other):
+        instance.probed(False, "refused", certain=True)
+        instance.probed(True, "again")
+    assert void == ["D0"]
+
+
 def test_another_engine_on_the_guilty_ones_address_is_not_guilty(clock: Clock) -> None:
     made, (_, guilty), (decode, _) = up(2, 2)
     guilty.heard("first")

@@ -212,8 +212,11 @@ class Proxy:
         """
         settings = self.settings
         if settings.instances_file is not None:
-            self.members.came_from_file(settings.endpoints)
+            self.members.came_from_file()
         await self.members.catch_up()
+        if self.members.changed:
+            # This worker was started again, and the file may have changed while it was gone.
+            await self.reload()
         await self.way.upstream.probe(self.fleet)
         addresses: list[tuple[str, int]] = []
         if settings.worker_socket is not None:

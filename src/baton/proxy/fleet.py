@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import logging
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +17,10 @@ from baton.proxy.engine_info import EngineInfo, disagreement, same_engine
 from baton.proxy.pairs import Pairs
 
 logger = logging.getLogger("baton.proxy")
+
+
+MOST_IDS = 8
+"""Earlier engine ids of an address that are remembered."""
 
 
 class NoInstance(Exception):
@@ -85,6 +89,7 @@ class ProxyInstance:
         up: whether it answers, by its probes and its connections.
         draining, drained: whether it gets no new work; whether it has none left either.
         leaving: with *draining*: whether it leaves the fleet afterwards.
+        filed: whether it came from the file of instances, which may take it away.
         removed: whether it has left the fleet; what is in flight on it goes on.
         breaker: counts its legs.
         hand_offs: opens when it is to blame for hand-offs that failed.
@@ -112,6 +117,7 @@ class ProxyInstance:
     draining: bool = False
     drained: bool = False
     leaving: bool = False
+    filed: bool = False
     removed: bool = False
     engine_id: str | None = None
     tells: bool = False
@@ -119,6 +125,7 @@ class ProxyInstance:
     probes_failed: int = 0
     ejections: Counter[Ejection] = field(default_factory=Counter)
     _turn: int = field(default=0, repr=False)
+    _heard: deque[str] = field(default_factory=lambda: deque(maxlen=MOST_IDS), repr=False)
     named: Header = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -255,10 +262,18 @@ class ProxyInstance:
         known, self.engine_id = self.engine_id, engine_id
         if known is None or same_engine(known, engine_id):
             return
+        # No id comes back after a restart: there are several engines behind one address.
+        returns = any(same_engine(engine_id, each) for each in self._heard)
+        if not any(same_engine(known, each) for each in self._heard):
+            self._heard.append(known)
+        if returns:
+            return
         logger.info("%s is another engine now: %s in place of %s", self.id, engine_id, known)
         now = time.monotonic()
         self.breaker.reset(now)
         self.hand_offs.reset(now)
+        # Out or not in between: it knows nobody yet.
+        self.came_up += self.up
         self._settle("another engine is there now")
         self.on_new_engine(self)
 
@@ -437,7 +452,7 @@ class Fleet:
 
     def pair_worked(self, prefill: ProxyInstance, decode: ProxyInstance) -> None:
         """A decode leg with a ticket of *prefill* succeeded."""
-        if self.pairs.troubled:
+        if self.pairs.troubled and not prefill.removed and not decode.removed:
             self.pairs.worked(prefill.id, decode.id, time.monotonic())
         for instance in (prefill, decode):
             if instance.hand_offs.troubled:
@@ -448,6 +463,8 @@ class Fleet:
 
         The leg has counted it against *decode*; when it turns out to be the fault of *prefill*, that is taken back.
         """
+        if prefill.removed or decode.removed:
+            return
         verdict = self.pairs.fail(prefill.id, decode.id, time.monotonic(), why)
         on_trial = next((each for each in (prefill, decode) if not each.hand_offs.closed()), None)
         guilty = {prefill.id: prefill, decode.id: decode}.get(verdict.guilty or "", on_trial)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 
 from baton.proxy.breaker import ProbeRules
@@ -21,7 +22,7 @@ class Watch:
     """The probes of one proxy.
 
     Args:
-        on_probed: called after each probe.
+        on_probed: called when an instance came up, and else once an interval at most.
     """
 
     def __init__(
@@ -31,6 +32,7 @@ class Watch:
         self._upstream = upstream
         self._rules = rules
         self._on_probed = on_probed
+        self._told_at = 0.0
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     def start(self) -> None:
@@ -50,9 +52,13 @@ class Watch:
     async def _watch(self, instance: ProxyInstance) -> None:
         while True:
             await asyncio.sleep(self._pause(instance))
+            came_up = instance.came_up
             try:
                 await self._upstream.probe_one(instance)
-                self._on_probed()
+                now = time.monotonic()
+                if instance.came_up != came_up or now - self._told_at >= self._rules.interval_seconds:
+                    self._told_at = now
+                    self._on_probed()
             except Exception:
                 # Whatever an engine answers: it must be asked again.
                 logger.exception("a probe of %s broke", instance.id)
@@ -60,4 +66,7 @@ class Watch:
     def _pause(self, instance: ProxyInstance) -> float:
         """Seconds until the next probe."""
         interval = self._rules.interval_seconds
+        if not instance.came_up and not instance.probes_failed:
+            # It is new, and nobody knows anything of it.
+            return 0.0
         return interval if instance.came_up else min(interval, START_SECONDS)

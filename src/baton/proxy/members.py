@@ -66,8 +66,6 @@ class Members:
         self._own = own
         self._version = 0
         self._drains: dict[str, asyncio.Task[None]] = {}
-        # What came from the file: only that goes when the file lacks it.
-        self._filed: list[Endpoint] = []
 
     # asked by an operator
 
@@ -140,7 +138,7 @@ class Members:
         Raises:
             BadInstancesFile: it contradicts one that came another way; nothing was changed.
         """
-        change = instances_file.change(self._filed, endpoints)
+        change = instances_file.change([each.endpoint for each in self._fleet if each.filed], endpoints)
         gone = {endpoint.authority for endpoint in change.gone}
         for endpoint in change.added:
             there = self._fleet.at(endpoint)
@@ -154,6 +152,7 @@ class Members:
             there = self._fleet.at(endpoint)
             if there is None:
                 continue
+            there.filed = False
             if any(endpoint.authority == each.authority for each in change.added):
                 # It comes back in another role: its address is needed.
                 self._remove(there)
@@ -162,18 +161,19 @@ class Members:
         for endpoint in endpoints:
             there = self._fleet.at(endpoint)
             if there is None:
-                self._fleet.add(endpoint)
+                there = self._fleet.add(endpoint)
             elif endpoint in change.added and there.draining:
                 self._take_back(there)
-        self._filed = list(endpoints)
+            there.filed = True
         self._watch.start()
         if change.added or change.gone:
             logger.info("instances: %d new, %d kept, %d go", *map(len, (change.added, change.kept, change.gone)))
             await self._tell()
 
-    def came_from_file(self, endpoints: Sequence[Endpoint]) -> None:
-        """The fleet was made with these."""
-        self._filed = list(endpoints)
+    def came_from_file(self) -> None:
+        """The fleet was made from it."""
+        for instance in self._fleet:
+            instance.filed = True
 
     async def reload(self, path: Path) -> None:
         """Read the file again; a bad one changes nothing, and is logged and counted."""
@@ -211,6 +211,7 @@ class Members:
                     "draining": each.draining,
                     "drained": each.drained,
                     "leaving": each.leaving,
+                    "filed": each.filed,
                 }
                 for each in self._fleet
             ],
@@ -230,7 +231,7 @@ class Members:
             there = self._fleet.at(endpoint) or self._fleet.add(endpoint, number)
             if there.draining != row["draining"]:
                 there.drain(row["draining"], leaving=row["leaving"])
-            there.drained = row["drained"]
+            there.drained, there.filed = row["drained"], row["filed"]
             if self.first is None and there.draining and not there.drained and there.id not in self._drains:
                 # The one that waited for it is gone, and this one has its place.
                 self._start_drain(there, DRAIN_SECONDS, remove=there.leaving)
@@ -242,6 +243,11 @@ class Members:
         """Take over the newest set that another worker has."""
         for raw in await (self.first or self._peers).ask(FLEET_PATH, quiet=True):
             self.adopt(orjson.loads(raw))
+
+    @property
+    def changed(self) -> bool:
+        """Whether the fleet is another than the one that this proxy was started with."""
+        return self._version > 0
 
     async def follow_forever(self) -> None:
         """Catch up now and then with what was told and not heard."""

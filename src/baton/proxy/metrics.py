@@ -206,7 +206,7 @@ def instance_families(fleet: Fleet) -> Iterator[Metric]:
     pairs = CounterMetricFamily("baton_pair_failures", "Hand-offs that failed", labels=["prefill", "decode"])
     where = {instance.id: instance.endpoint.authority for instance in fleet}
     for (prefill, decode), count in fleet.pairs.failed.items():
-        pairs.add_metric([where[prefill], where[decode]], count)
+        pairs.add_metric([where.get(prefill, prefill), where.get(decode, decode)], count)
     return iter((usable, state, in_flight, probes, ejections, pairs))
 
 
