@@ -165,7 +165,8 @@ def test_a_pool_whose_engines_all_fail_is_a_503_that_says_when_to_come_again_and
         made.prefill[0].answer = wait
         trial = asyncio.create_task(status(made))
         await until(lambda: len(made.prefill[0].bodies) == asked + 1)
-        assert await asyncio.gather(*(status(made) for _ in range(10))) == [503] * 10
+        async with asyncio.timeout(20):
+            assert await asyncio.gather(*(status(made) for _ in range(10))) == [503] * 10
         release.set()
         assert await trial == 200
         assert len(made.prefill[0].bodies) == asked + 1

@@ -284,6 +284,36 @@ def test_a_request_that_is_still_prefilled_is_waited_for_by_the_decode_server_it
     with_house(test, decode=2)
 
 
+def test_what_another_worker_has_on_an_instance_is_waited_for_too() -> None:
+    class Others:
+        """Stands for the other workers."""
+
+        def __init__(self) -> None:
+            self.row = {"id": "D0", "in_flight": 0, "held": 0, "waiting": 0}
+
+        async def ask(self, path: str) -> list[bytes]:
+            assert path == "/instances"
+            return [json.dumps({"instances": [{**self.row, "id": "P0", "in_flight": 9}, self.row]}).encode()]
+
+        async def tell(self, path: str, body: bytes) -> None: ...
+
+    async def test(made: House) -> None:
+        others = Others()
+        made.proxy.members._peers = others  # type: ignore[assignment]
+        instance = made.proxy.fleet.pools[D][0]
+        others.row["in_flight"] = 1
+        await made.proxy.members.drain("D0")
+        for count, after in (("in_flight", "held"), ("held", "waiting"), ("waiting", None)):
+            await asyncio.sleep(0.3)
+            assert instance.state() is InstanceState.DRAINING
+            if after is not None:
+                others.row[after] = 1
+            others.row[count] = 0
+        await until(lambda: instance.state() is InstanceState.DRAINED)
+
+    with_house(test, decode=2)
+
+
 @pytest.mark.parametrize("remove", ["true", "false"])
 def test_a_drain_that_takes_too_long_is_said_and_cuts_nothing(remove: str) -> None:
     async def test(made: House) -> None:
