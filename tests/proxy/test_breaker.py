@@ -35,7 +35,7 @@ def test_a_success_begins_the_row_anew() -> None:
         breaker.failure(float(now), "500")
         breaker.success(float(now))
     assert breaker.state(100.0) is CLOSED
-    assert not breaker.troubled
+    assert not breaker.failures
 
 
 def test_failures_further_apart_than_the_window_are_no_row() -> None:
@@ -62,7 +62,7 @@ def test_a_good_trial_lets_the_next_in_and_enough_of_them_close_it() -> None:
     assert breaker.may_try(5.5)
     breaker.success(6.0)
     assert breaker.state(6.0) is CLOSED
-    assert not breaker.troubled
+    assert not breaker.failures
 
 
 def test_a_bad_trial_opens_it_for_as_long_again() -> None:
@@ -121,7 +121,7 @@ def test_another_engine_has_a_clean_record() -> None:
     breaker = opened()
     breaker.reset(1.0)
     assert breaker.state(1.0) is CLOSED
-    assert not breaker.troubled
+    assert not breaker.failures
 
 
 PROBES = ProbeRules(failures=3, successes=2)

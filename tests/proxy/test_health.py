@@ -15,7 +15,7 @@ from aiohttp import web
 from baton.cluster import Endpoint, Role
 from baton.proxy.breaker import BreakerRules
 from baton.proxy.fleet import InstanceState, ProxyInstance
-from tests.proxy.fakes import FakeEngine, House, hang, prefill_answer, stream, until, with_house
+from tests.proxy.fakes import FakeEngine, House, decode_answer, hang, prefill_answer, stream, until, with_house
 
 P, D = Role.PREFILL, Role.DECODE
 QUICK = BreakerRules(failures=3, successes=2, open_seconds=1.5)
@@ -109,7 +109,7 @@ def test_a_storm_of_refusals_takes_nobody_out(code: int) -> None:
         assert {await status(made) for _ in range(20)} == {code}
         for instance in made.proxy.fleet:
             assert instance.usable
-            assert not instance.breaker.troubled
+            assert not instance.breaker.failures
             assert instance.last_error == ""
 
     with_house(test, prefill=2, decode=2, breaker=QUICK)
@@ -173,6 +173,35 @@ def test_a_pool_whose_engines_all_fail_is_a_503_that_says_when_to_come_again_and
 
     # longer than the ten take
     with_house(test, breaker=BreakerRules(failures=3, successes=2, open_seconds=2.0))
+
+
+@pytest.mark.parametrize("size", [(2, 2), (2, 1), (3, 2), (4, 1)])
+def test_a_prefill_server_whose_tickets_fail_everywhere_is_out_and_no_decode_server_is(size: tuple[int, int]) -> None:
+    async def poisoned(engine: FakeEngine, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        numbers = [engine.ledger.give()]
+        ticket = {"do_remote_prefill": True, "remote_engine_id": "poison", "remote_block_ids": [numbers]}
+        return web.json_response({"choices": [{"text": "x"}], "kv_transfer_params": ticket})
+
+    async def strict(engine: FakeEngine, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        if body["kv_transfer_params"]["remote_engine_id"] == "poison":
+            return await fail(engine, request, body)
+        return await decode_answer(engine, request, body)
+
+    async def test(made: House) -> None:
+        made.prefill[-1].answer = poisoned
+        for engine in made.decode:
+            engine.answer = strict
+        for _ in range(40):
+            await status(made)
+        guilty = instances(made, P)[-1]
+        assert not guilty.usable
+        assert guilty.ejections == {"transfers": 1}
+        assert len(made.prefill[-1].bodies) <= 6
+        assert {await status(made) for _ in range(20)} == {200}
+        for instance in made.proxy.fleet:
+            assert instance is guilty or (instance.usable and not instance.ejections.total())
+
+    with_house(test, prefill=size[0], decode=size[1], breaker=BreakerRules(open_seconds=60.0))
 
 
 def test_with_the_breaker_switched_off_failures_take_nobody_out() -> None:

@@ -141,7 +141,7 @@ def test_a_poisoned_prefill_server_is_taken_out_and_no_decode_server_for_it(cloc
     assert not prefills[1].usable
     assert prefills[1].state() is InstanceState.OPEN
     assert "P1 to D" in prefills[1].last_error
-    assert all(each.usable and not each.breaker.troubled for each in decodes)
+    assert all(each.usable and not each.breaker.failures for each in decodes)
     assert prefills[1].ejections == {"transfers": 1}
     assert not any(each.ejections.total() for each in decodes)
 
@@ -178,7 +178,7 @@ def test_the_guilty_one_is_let_in_again_by_hand_offs_and_not_by_its_own_legs(clo
     decode.leg_bad("500")
     made.pair_failed(guilty, decode, "500")
     assert guilty.state() is InstanceState.OPEN
-    assert not decode.breaker.troubled
+    assert not decode.breaker.failures
     clock.now += 5.0
     for _ in range(2):
         assert guilty in made.usable(Role.PREFILL)

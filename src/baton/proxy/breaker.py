@@ -45,7 +45,7 @@ class Breaker:
     All methods take the time, in seconds on a monotonic clock.
 
     Attributes:
-        failures: in a row so far.
+        failures: in a row so far; while there are none, a success changes nothing.
         since: when it came into its state.
         why: what opened it last, in words.
     """
@@ -62,11 +62,6 @@ class Breaker:
         self.failures = 0
         self.since = 0.0
         self.why = ""
-
-    @property
-    def troubled(self) -> bool:
-        """Whether a success would change anything."""
-        return self.failures > 0
 
     def state(self, now: float) -> BreakerState:
         if self._state is BreakerState.OPEN and now - self.since >= self._rules.open_seconds:

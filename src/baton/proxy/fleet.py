@@ -175,7 +175,7 @@ class ProxyInstance:
         self.set_usable(False, why, Ejection.CONNECT)
 
     def leg_good(self) -> None:
-        """A leg ended well. To be called when its breaker is :attr:`~Breaker.troubled`; else it changes nothing."""
+        """A leg ended well. To be called when its breaker has counted failures; else it changes nothing."""
         self.breaker.success(time.monotonic())
         self._settle("its breaker is closed again")
 
@@ -206,7 +206,7 @@ class ProxyInstance:
         self._settle(f"hand-offs fail because of it: {why}")
 
     def handed_off(self) -> None:
-        """A hand-off of it worked: to be called when *hand_offs* is troubled."""
+        """A hand-off of it worked: to be called when *hand_offs* has counted failures."""
         self.hand_offs.success(time.monotonic())
         self._settle("it hands over again")
 
@@ -455,7 +455,7 @@ class Fleet:
         if self.pairs.troubled and not prefill.removed and not decode.removed:
             self.pairs.worked(prefill.id, decode.id, time.monotonic())
         for instance in (prefill, decode):
-            if instance.hand_offs.troubled:
+            if instance.hand_offs.failures:
                 instance.handed_off()
 
     def pair_failed(self, prefill: ProxyInstance, decode: ProxyInstance, why: str) -> None:

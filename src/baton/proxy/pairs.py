@@ -7,6 +7,7 @@ Nothing is noted while all is well: a hand-off that works costs a look at an emp
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from baton.proxy.breaker import Breaker, BreakerRules
@@ -75,20 +76,18 @@ class Pairs:
         pair = (prefill, decode)
         self.failed[pair] = self.failed.get(pair, 0) + 1
         breaker = self._bad.setdefault(pair, Breaker(self._rules))
-        opened = breaker.failure(now, why)
+        breaker.failure(now, why)
         self._worked_at.pop(pair, None)
         prefill_works, decode_works = self._works(prefill, 0, now), self._works(decode, 1, now)
+        of_prefill = [each.failures for pair, each in self._bad.items() if pair[0] == prefill]
+        of_decode = [each.failures for pair, each in self._bad.items() if pair[1] == decode]
+        blames_prefill = not prefill_works and self._says_enough(of_prefill, decode_works)
+        blames_decode = not decode_works and self._says_enough(of_decode, prefill_works)
         guilty = None
-        if opened:
-            failing = [each for each, record in self._bad.items() if not record.closed()]
-            decodes = sum(each[0] == prefill for each in failing)
-            prefills = sum(each[1] == decode for each in failing)
-            of_prefill = not prefill_works and (decode_works or decodes > 1)
-            of_decode = not decode_works and (prefill_works or prefills > 1)
-            if of_prefill and not (of_decode and prefills > decodes):
-                guilty = prefill
-            elif of_decode:
-                guilty = decode
+        if blames_prefill and not (blames_decode and len(of_decode) > len(of_prefill)):
+            guilty = prefill
+        elif blames_decode:
+            guilty = decode
         return Verdict(guilty, spared=decode_works or guilty == prefill)
 
     def forget(self, instance: str) -> None:
@@ -102,6 +101,16 @@ class Pairs:
         self.forget(instance)
         for pair in [each for each in self.failed if instance in each]:
             del self.failed[pair]
+
+    def _says_enough(self, failures: Sequence[int], other_works: bool) -> bool:
+        """Whether failures in a row, of each pair of an instance that works with nobody, say that it is its fault.
+
+        Args:
+            other_works: the other half of the pair works with others. Where that is not known, several must have failed
+                often: those that work have shown it by then.
+        """
+        enough = self._rules.failures
+        return (other_works and sum(failures) >= enough) or sum(each >= enough for each in failures) > 1
 
     def _works(self, instance: str, side: int, now: float) -> bool:
         """Whether it has handed over with somebody lately."""

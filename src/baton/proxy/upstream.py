@@ -173,7 +173,7 @@ class Leg:
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, at: object) -> None:
         self._instance.in_flight -= 1
         self._exchange.leave()
-        if error is not None or self._status != 200 or self._instance.breaker.troubled:
+        if error is not None or self._status != 200 or self._instance.breaker.failures:
             self._judge(error)
         if self._span is not None:
             self._span.end(error)
@@ -191,7 +191,7 @@ class Leg:
                 instance.leg_bad(answered if self._status >= 500 else f"a request failed: {error}")
             case Outcome.NEITHER:
                 instance.leg_neither()
-            case Outcome.GOOD if instance.breaker.troubled:
+            case Outcome.GOOD if instance.breaker.failures:
                 instance.leg_good()
 
     def _explain(self, error: BaseException) -> None:
@@ -267,7 +267,8 @@ class Upstream:
         Args:
             linger_seconds: see :meth:`baton.http.Pool.request`.
         """
-        exchange = self._pool(instance).request(b"POST", path, headers, body, linger_seconds=linger_seconds)
+        pool = self._pools.get(instance.id) or self._open(instance)
+        exchange = pool.request(b"POST", path, headers, body, linger_seconds=linger_seconds)
         return Leg(instance, exchange, span)
 
     def get(self, instance: ProxyInstance, path: bytes, headers: Iterable[Header]) -> Leg:
