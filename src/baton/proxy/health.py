@@ -50,8 +50,10 @@ class Watch:
         self._tasks.clear()
 
     async def _watch(self, instance: ProxyInstance) -> None:
+        # Nobody knows anything of one that is new.
+        pause = self._pause(instance) if instance.came_up or instance.probes_failed else 0.0
         while True:
-            await asyncio.sleep(self._pause(instance))
+            await asyncio.sleep(pause)
             came_up = instance.came_up
             try:
                 await self._upstream.probe_one(instance)
@@ -62,11 +64,9 @@ class Watch:
             except Exception:
                 # Whatever an engine answers: it must be asked again.
                 logger.exception("a probe of %s broke", instance.id)
+            pause = self._pause(instance)
 
     def _pause(self, instance: ProxyInstance) -> float:
         """Seconds until the next probe."""
         interval = self._rules.interval_seconds
-        if not instance.came_up and not instance.probes_failed:
-            # It is new, and nobody knows anything of it.
-            return 0.0
         return interval if instance.came_up else min(interval, START_SECONDS)
