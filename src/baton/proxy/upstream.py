@@ -126,7 +126,7 @@ def outcome(status: int, error: BaseException | None) -> Outcome:
     match error:
         case OutOfDescriptors():
             return Outcome.NEITHER
-        case ClientError() | StreamFailed():
+        case ConnectFailed() | Broken() | TooSlow() | StreamFailed():
             return Outcome.BAD
     if status >= 500:
         return Outcome.NEITHER if status == 501 else Outcome.BAD
