@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import enum
 from typing import Annotated
+from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 
 class Role(enum.StrEnum):
@@ -90,6 +91,24 @@ class Endpoint(Value):
     host: str
     port: Port
     tls: bool = False
+
+    @classmethod
+    def from_url(cls, role: Role, url: str) -> Endpoint:
+        """The engine at *url*.
+
+        Raises:
+            ValueError: that is no URL of a server.
+        """
+        try:
+            parts = urlsplit(url)
+            if parts.scheme not in ("http", "https") or not parts.hostname or parts.path not in ("", "/"):
+                raise ValueError
+            if parts.query or parts.fragment or parts.username is not None:
+                raise ValueError
+            tls = parts.scheme == "https"
+            return cls(role=role, host=parts.hostname, port=parts.port or (443 if tls else 80), tls=tls)
+        except (ValueError, ValidationError):
+            raise ValueError(f"{url!r} is not a URL such as http://host:8100") from None
 
     @property
     def authority(self) -> str:

@@ -17,6 +17,7 @@ from baton.cli.parser import Failure
 from baton.cli.proxy import check_distinct, pair, wants_turns
 from baton.cluster import Endpoint, Role
 from baton.launch import EngineInstall
+from baton.proxy import BreakerRules, ProxySettings
 from tests import ports
 
 
@@ -57,6 +58,13 @@ def call(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
         (["proxy", "--port", "8100"], "127.0.0.1:8100 is this proxy's own address"),
         (["proxy", "--prefill", "ftp://x"], "--prefill 'ftp://x' is not a URL"),
         (["proxy", "--policy", "best"], "invalid choice: 'best'"),
+        (["proxy", "--policy", "cache_aware"], "invalid choice: 'cache_aware' (choose from 'least_loaded', "),
+        (["proxy", "--instances-file", "/nowhere"], "--instances-file /nowhere cannot be read: No such file"),
+        (["proxy", "--instances-file", "/dev/null"], "--instances-file /dev/null: it holds no list such as"),
+        (["proxy", "--instances-file", "f", "--decode", "http://h"], "--instances-file f names the engines: leave"),
+        (["proxy", "--health-check-endpoint", "health"], "'health' is not a path such as /health"),
+        (["proxy", "--health-check-timeout-secs", "0"], "'0' is not a positive number of seconds"),
+        (["proxy", "--cb-failure-threshold", "0"], "'0' is not a whole number of 1 or more"),
         (["proxy", "--transfer-mode", "push"], "invalid choice: 'push' (choose from 'auto', 'read', 'write')"),
         (["proxy", "--api-key-file", "/nowhere"], "--api-key-file /nowhere: No such file or directory"),
         (["proxy", "--api-key-file", "/dev/null"], "there is no key in /dev/null"),
@@ -223,6 +231,42 @@ def test_a_variable_that_cannot_be_heeded_is_named(
     monkeypatch.setenv(name, value)
     with pytest.raises(Failure, match=name + said):
         wants_turns(asked(workers=2))
+
+
+def settings_made(monkeypatch: pytest.MonkeyPatch, *words: str) -> ProxySettings:
+    """What `baton proxy` would serve with."""
+    made: list[ProxySettings] = []
+    monkeypatch.setattr("baton.cli.proxy.serve", lambda settings, on_ready: made.append(settings))
+    monkeypatch.setattr("baton.cli.proxy._run", lambda work: None)
+    assert main(["proxy", *words]) == 0
+    return made[0]
+
+
+def test_flags_of_health_reach_the_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = (
+        *("--health-check-interval-secs", "9", "--health-check-timeout-secs", "8", "--health-failure-threshold", "7"),
+        *("--health-success-threshold", "6", "--health-check-endpoint", "/ping", "--cb-failure-threshold", "5"),
+        *("--cb-success-threshold", "4", "--cb-timeout-duration-secs", "3", "--cb-window-duration-secs", "2"),
+    )
+    made = settings_made(monkeypatch, *words)
+    assert (made.probe_interval_seconds, made.probe_timeout_seconds) == (9.0, 8.0)
+    assert (made.probe_failures, made.probe_successes, made.probe_path) == (7, 6, "/ping")
+    assert made.breaker == BreakerRules(5, 4, 3.0, 2.0, enabled=True)
+    made = settings_made(monkeypatch, "--disable-circuit-breaker", "--policy", "least_loaded")
+    assert not made.breaker.enabled
+    assert made.policy == "least_loaded"
+
+
+def test_engines_come_from_a_file_of_their_own_before_those_of_a_cluster_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    cluster, instances = tmp_path / "c.json", tmp_path / "i.json"
+    cluster.write_text(json.dumps({"model": "m", "prefill": [{"host": "a"}], "decode": [{"host": "b"}]}))
+    instances.write_text(json.dumps([{"role": "prefill", "url": "http://c:1"}, {"role": "decode", "url": "https://d"}]))
+    made = settings_made(monkeypatch, "--cluster", str(cluster), "--instances-file", str(instances))
+    assert [each.url for each in made.endpoints] == ["http://c:1", "https://d:443"]
+    assert made.instances_file == str(instances)
+    assert made.engine_tls is not None
 
 
 def test_a_proxy_may_open_as_many_files_as_the_system_lets_it() -> None:

@@ -388,3 +388,12 @@ def test_one_more_server_gets_a_name_and_ports_of_its_own() -> None:
         mine = [each.port, each.side_channel_port, each.side_channel_port + 1]
         assert not set(mine) & set(owned), (mine, owned)
         owned += mine
+
+
+def test_one_more_server_gets_devices_of_its_own() -> None:
+    cluster = cluster_of([8000, 8100, 8101, 8102, 8103])
+    prefill, decode = (
+        each.model_copy(update={"devices": (4 * n, 4 * n + 1)}) for n, each in enumerate(cluster.instances)
+    )
+    more = next_instance(cluster.model_copy(update={"instances": (prefill, decode)}), Role.DECODE, [])
+    assert more.devices == (2, 3)

@@ -55,6 +55,7 @@ class Ledger:
 class FakeEngine:
     """One fake engine. ``answer`` replaces what it does; ``gone`` counts clients that left early.
 
+    ``health`` is the status of `/health`, None to hang there, and ``probed`` counts who asked.
     ``about`` is what it says of itself at ``/baton/engine``; None for a stock engine, which doesn't know the question.
     """
 
@@ -68,6 +69,8 @@ class FakeEngine:
     gone: int = 0
     about: dict[str, Any] | None = None
     asked: int = 0
+    health: int | None = 200
+    probed: int = 0
     server: TestServer | None = None
 
     @property
@@ -91,7 +94,10 @@ class FakeEngine:
         await self.server.start_server()
 
     async def _ok(self, _: web.Request) -> web.Response:
-        return web.Response()
+        self.probed += 1
+        if self.health is None:
+            await hang()
+        return web.Response(status=self.health or 200)
 
     async def _about(self, _: web.Request) -> web.Response:
         self.asked += 1

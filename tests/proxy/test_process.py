@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import ssl
@@ -231,6 +232,148 @@ def test_a_stream_goes_on_while_its_worker_stops() -> None:
             assert await stopping == 0
 
     with_proxy(test, "--workers", "2", "--port", str(free_port()))
+
+
+async def sets_seen(url: str, rounds: int = 20) -> list[set[str]]:
+    """What `/instances` says on *rounds* connections, which the kernel spreads over the workers: ids and states."""
+    found = []
+    async with aiohttp.ClientSession() as client:
+        for _ in range(rounds):
+            async with client.get(f"{url}/instances", headers={"connection": "close"}) as response:
+                rows = (await response.json())["instances"]
+                found.append({f"{row['id']} {row['state']} {row['url'].rpartition(':')[2]}" for row in rows})
+    return found
+
+
+async def all_see(url: str, wanted: set[str]) -> None:
+    """Wait until every worker says *wanted*."""
+    async with asyncio.timeout(SECONDS):
+        while any(seen != wanted for seen in await sets_seen(url)):
+            await asyncio.sleep(0.1)
+
+
+def test_workers_agree_on_instances_that_come_and_go_also_one_that_is_started_again() -> None:
+    async def test(made: Running) -> None:
+        more = FakeEngine(Role.DECODE, made.prefill.ledger)
+        await more.start()
+        p0, d0, d1 = (str(each.endpoint.port) for each in (made.prefill, made.decode, more))
+        async with aiohttp.ClientSession() as client:
+
+            async def change(method: str, path: str, **body: str) -> int:
+                options = {"json": body} if body else {}
+                headers = {"connection": "close"}
+                async with client.request(method, f"{made.url}{path}", headers=headers, **options) as response:
+                    return response.status
+
+            url = more.endpoint.url
+            assert await change("POST", "/instances", role="decode", url=url) == 201
+            assert {await change("POST", "/instances", role="decode", url=url) for _ in range(6)} == {409}
+            await all_see(made.url, {f"P0 usable {p0}", f"D0 usable {d0}", f"D1 usable {d1}"})
+            assert set(await ask(made.url, 20)) == {200}
+            assert len(more.bodies) > 0
+            assert await change("POST", "/instances/D0/drain") == 202
+            await all_see(made.url, {f"P0 usable {p0}", f"D0 drained {d0}", f"D1 usable {d1}"})
+            asked = len(made.decode.bodies)
+            assert set(await ask(made.url, 20)) == {200}
+            assert len(made.decode.bodies) == asked
+            assert await change("DELETE", "/instances/D0") == 200
+            await all_see(made.url, {f"P0 usable {p0}", f"D1 usable {d1}"})
+            for victim in made.workers():
+                victim.kill()
+                await until(lambda victim=victim: len(made.workers()) == 3 and victim.pid not in pids(made))
+                await takes_all(made)
+                await all_see(made.url, {f"P0 usable {p0}", f"D1 usable {d1}"})
+            assert await change("POST", "/instances", role="decode", url=made.decode.endpoint.url) == 201
+            await all_see(made.url, {f"P0 usable {p0}", f"D1 usable {d1}", f"D2 usable {d0}"})
+        assert more.server is not None
+        await more.server.close()
+
+    with_proxy(test, "--port", str(free_port()), "--workers", "3")
+
+
+def pids(made: Running) -> set[int]:
+    return {worker.pid for worker in made.workers()}
+
+
+async def takes_all(made: Running) -> None:
+    """Wait until every worker of *made* listens again: none says that another does not answer."""
+
+    def listening() -> bool:
+        with contextlib.suppress(psutil.Error):
+            return all(
+                any(each.status == psutil.CONN_LISTEN and each.laddr.port > 0 for each in worker.net_connections("tcp"))
+                for worker in made.workers()
+            )
+        return False
+
+    await until(listening)
+
+
+def test_a_drain_waits_for_what_any_worker_has_on_the_instance() -> None:
+    async def test(made: Running) -> None:
+        made.decode.answer = hang
+        async with aiohttp.ClientSession() as client:
+            left = [asyncio.create_task(one_request(client, made.url)) for _ in range(8)]
+            await until(lambda: len(made.decode.bodies) == 8)
+            async with client.post(f"{made.url}/instances/D0/drain") as response:
+                assert (await response.json())["state"] == "draining"
+            await asyncio.sleep(1.0)
+            assert all("D0 draining" in str(seen) for seen in await sets_seen(made.url))
+            for each in left:
+                each.cancel()
+            d0, p0 = made.decode.endpoint.port, made.prefill.endpoint.port
+            await all_see(made.url, {f"P0 usable {p0}", f"D0 drained {d0}"})
+
+    with_proxy(test, "--port", str(free_port()), "--workers", "2")
+
+
+async def one_request(client: aiohttp.ClientSession, url: str) -> None:
+    headers = {"connection": "close"}
+    async with client.post(f"{url}/v1/completions", json={"prompt": "a"}, headers=headers) as response:
+        await response.read()
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_a_hangup_has_the_file_of_instances_read_again_for_all_workers(workers: str, tmp_path: Path) -> None:
+    path = tmp_path / "instances.json"
+
+    async def go() -> None:
+        engines = [FakeEngine(role) for role in (Role.PREFILL, Role.DECODE, Role.DECODE)]
+        for engine in engines:
+            await engine.start()
+
+        def write(*named: FakeEngine) -> None:
+            path.write_text(json.dumps([{"role": each.role, "url": each.endpoint.url} for each in named]))
+
+        write(*engines[:2])
+        words = ("proxy", "--instances-file", str(path), "--port", str(free_port()), "--workers", workers)
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "baton.cli", *words, "--no-warm-up"), stdout=asyncio.subprocess.PIPE
+        )
+        try:
+            assert process.stdout is not None
+            async with asyncio.timeout(SECONDS):
+                said = (await process.stdout.readline()).decode()
+            made = Running(process, engines[0], engines[1], said)
+            p0, d0, d1 = (each.endpoint.port for each in engines)
+            await all_see(made.url, {f"P0 usable {p0}", f"D0 usable {d0}"})
+            write(engines[0], engines[2])
+            process.send_signal(signal.SIGHUP)
+            await all_see(made.url, {f"P0 usable {p0}", f"D1 usable {d1}"})
+            path.write_text("[{")
+            process.send_signal(signal.SIGHUP)
+            await asyncio.sleep(0.5)
+            await all_see(made.url, {f"P0 usable {p0}", f"D1 usable {d1}"})
+            assert await made.stop() == 0
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+            for engine in engines:
+                assert engine.server is not None
+                await engine.server.close()
+
+    asyncio.run(go())
 
 
 def test_a_unix_socket_in_place_of_a_port(tmp_path: Path) -> None:

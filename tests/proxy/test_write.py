@@ -438,12 +438,14 @@ def test_a_prefill_server_that_answers_as_another_is_asked_again_what_it_is() ->
         assert made.prefill[0].asked == 1
         push.starts = "-again"
         made.prefill[0].about = about("e0-again", "kv_producer", tp_size=2)
+        instance = made.proxy.fleet.pools[P][0]
         await ask(made)
-        await until(lambda: made.prefill[0].asked == 2)
-        await until(lambda: made.proxy.fleet.pools[P][0].info.tp_size == 2)  # type: ignore[union-attr]
-        assert made.decode[0].asked == 1
+        assert not instance.learned
+        await made.proxy.way.upstream.probe(made.proxy.fleet)
+        assert made.prefill[0].asked == 2
+        assert instance.info is not None and instance.info.tp_size == 2
 
-    pushing(test, probe_interval_seconds=0.05)
+    pushing(test, probe_interval_seconds=600.0)
 
 
 def test_a_decode_server_that_fails_over_an_engine_that_is_no_more_costs_one_request() -> None:
@@ -639,21 +641,48 @@ def test_an_engine_that_says_nonsense_is_taken_for_a_stock_one(caplog: pytest.Lo
     assert "P0 does not say what it is, and is taken for a stock engine: transfer_mode is 'shout'" in caplog.text
 
 
-def test_an_engine_is_asked_what_it_is_once_and_again_when_it_comes_back() -> None:
+def test_an_engine_is_asked_what_it_is_at_each_probe_so_that_a_restart_between_two_is_seen() -> None:
+    async def test(made: House, push: Pushing) -> None:
+        engine, instance = made.decode[0], made.proxy.fleet.pools[D][0]
+        void: list[str] = []
+        made.proxy.fleet.on_new_engine(lambda each: void.append(each.id))
+        await made.proxy.way.upstream.probe(made.proxy.fleet)
+        assert engine.asked == 2
+        assert void == []
+        engine.about = about("e9", "kv_consumer")
+        await made.proxy.way.upstream.probe(made.proxy.fleet)
+        assert instance.info is not None and instance.info.engine_id == "e9"
+        assert void == ["D0"]
+        assert instance.outages == 0
+
+    pushing(test, probe_interval_seconds=600.0)
+
+
+def test_a_stock_engine_is_asked_what_it_is_once() -> None:
+    def stock(engines: list[FakeEngine]) -> None:
+        for engine in engines:
+            engine.about = None
+
+    async def test(made: House, push: Pushing) -> None:
+        for _ in range(3):
+            await made.proxy.way.upstream.probe(made.proxy.fleet)
+        assert made.decode[0].asked == 1
+
+    pushing(test, prepare=stock, probe_interval_seconds=600.0)
+
+
+def test_an_engine_is_asked_again_what_it_is_when_it_comes_back() -> None:
     async def test(made: House, push: Pushing) -> None:
         engine, instance = made.decode[0], made.proxy.fleet.pools[D][0]
         assert engine.server is not None
         port = engine.server.port
         assert port is not None
-        await asyncio.sleep(0.2)
-        assert engine.asked == 1
         await engine.server.close()
         await until(lambda: not instance.usable)
         assert instance.info is None
         engine.about = about("e9", "kv_consumer")
         await engine.start_on(port)
         await until(lambda: instance.usable)
-        assert engine.asked == 2
         assert instance.info is not None and instance.info.engine_id == "e9"
         await engine.server.close()
 

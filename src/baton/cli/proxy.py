@@ -8,12 +8,9 @@ import logging
 import os
 import resource
 import ssl
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
-
-from pydantic import ValidationError
 
 from baton.cli.parser import Failure, Parser, count, count_or_zero, port_number, seconds
 from baton.cluster import Endpoint, Role, TransferMode
@@ -22,8 +19,13 @@ from baton.proxy import (
     MOST_TURNS,
     POLICIES,
     TTL_SECONDS,
+    BadInstancesFile,
+    BreakerRules,
+    ProbeRules,
     ProxySettings,
     TracingUnavailable,
+    is_own,
+    read_instances,
     read_keys,
     serve,
     serve_workers,
@@ -41,10 +43,7 @@ def run(words: Sequence[str]) -> int:
         filed, flags = read_cluster(args.cluster)
         # Words that come later win.
         args = _parser().parse_all([*flags, *words])
-    endpoints = (
-        *pair(Role.PREFILL, args.prefiller_hosts, args.prefiller_ports, args.prefill, filed.get(Role.PREFILL, ())),
-        *pair(Role.DECODE, args.decoder_hosts, args.decoder_ports, args.decode, filed.get(Role.DECODE, ())),
-    )
+    endpoints = endpoints_of(args, filed)
     check_distinct(endpoints, args.host, args.port)
     allow_descriptors()
     settings = settings_of(args, endpoints)
@@ -71,6 +70,35 @@ def run(words: Sequence[str]) -> int:
             f"cannot listen on {where(args)}: {error.strerror or error}; stop what has it or choose another --port"
         ) from error
     return 0
+
+
+def endpoints_of(args: argparse.Namespace, filed: Mapping[Role, tuple[Endpoint, ...]]) -> tuple[Endpoint, ...]:
+    """The engines: of a file of their own, else of flags, else of the cluster file.
+
+    Raises:
+        Failure: the file is no good, or the flags are not.
+    """
+    if args.instances_file is None:
+        return (
+            *pair(Role.PREFILL, args.prefiller_hosts, args.prefiller_ports, args.prefill, filed.get(Role.PREFILL, ())),
+            *pair(Role.DECODE, args.decoder_hosts, args.decoder_ports, args.decode, filed.get(Role.DECODE, ())),
+        )
+    named = (
+        args.prefiller_hosts,
+        args.prefiller_ports,
+        args.prefill,
+        args.decoder_hosts,
+        args.decoder_ports,
+        args.decode,
+    )
+    if any(named):
+        raise Failure(
+            f"--instances-file {args.instances_file} names the engines: leave the flags that name some out", 2
+        )
+    try:
+        return read_instances(Path(args.instances_file))
+    except BadInstancesFile as error:
+        raise Failure(f"--instances-file {error}", 2) from error
 
 
 def read_cluster(path: str) -> tuple[dict[Role, tuple[Endpoint, ...]], list[str]]:
@@ -122,11 +150,25 @@ def settings_of(args: argparse.Namespace, endpoints: tuple[Endpoint, ...]) -> Pr
         transfer_mode=None if args.transfer_mode == "auto" else TransferMode(args.transfer_mode),
         request_timeout_seconds=args.request_timeout_secs,
         probe_interval_seconds=args.health_check_interval_secs,
+        probe_timeout_seconds=args.health_check_timeout_secs,
+        probe_failures=args.health_failure_threshold,
+        probe_successes=args.health_success_threshold,
+        probe_path=args.health_check_endpoint,
+        breaker=BreakerRules(
+            args.cb_failure_threshold,
+            args.cb_success_threshold,
+            args.cb_timeout_duration_secs,
+            args.cb_window_duration_secs,
+            enabled=not args.disable_circuit_breaker,
+        ),
+        instances_file=args.instances_file,
         shutdown_seconds=args.shutdown_grace_period_secs,
         limits=limits,
         uds=args.uds,
         tls=server_tls(args.ssl_certfile, args.ssl_keyfile),
-        engine_tls=engine_tls(args.engine_ca_file) if any(each.tls for each in endpoints) else None,
+        engine_tls=engine_tls(args.engine_ca_file)
+        if args.engine_ca_file or any(each.tls for each in endpoints)
+        else None,
         api_keys=api_keys(args.api_key, args.api_key_file),
         admin_key=args.admin_key or os.environ.get("BATON_ADMIN_KEY"),
         engine_api_key=args.engine_api_key or os.environ.get("BATON_ENGINE_API_KEY"),
@@ -274,6 +316,7 @@ def _parser() -> Parser:
         ),
     )
     _engines(parser)
+    _health(parser)
     _listening(parser)
     _keys(parser)
     _load(parser)
@@ -310,6 +353,12 @@ def _engines(parser: Parser) -> None:
         group.add_argument(
             f"--{role}", action="append", default=[], metavar="URL", help=f"a {role} server by URL; repeatable"
         )
+    group.add_argument(
+        "--instances-file",
+        metavar="FILE",
+        help="the engines alone, a list of {role, url} in YAML or JSON, in place of flags; read again when it changes, "
+        "and on SIGHUP",
+    )
     names = sorted(POLICIES)
     group.add_argument(
         "--policy",
@@ -333,13 +382,6 @@ def _engines(parser: Parser) -> None:
         help="limit for one leg of a request (default: none, a long answer takes long)",
     )
     group.add_argument(
-        "--health-check-interval-secs",
-        type=seconds,
-        default=2.0,
-        metavar="S",
-        help="between two rounds of health questions (default: 2)",
-    )
-    group.add_argument(
         "--warm-up",
         action=argparse.BooleanOptionalAction,
         default=True,
@@ -350,6 +392,84 @@ def _engines(parser: Parser) -> None:
         "--warm-up-timeout-secs", type=seconds, default=30.0, metavar="S", help="limit for one pair (default: 30)"
     )
     group.add_argument("--engine-ca-file", metavar="PEM", help="who vouches for engines at https URLs")
+
+
+def path_word(word: str) -> str:
+    """A path on a server, as an argument."""
+    if not word.startswith("/") or not word.isascii() or not word.isprintable() or " " in word:
+        raise argparse.ArgumentTypeError(f"{word!r} is not a path such as /health")
+    return word
+
+
+def _health(parser: Parser) -> None:
+    group = parser.add_argument_group("health", "Who is out gets no requests; a 4xx never counts against an engine.")
+    group.add_argument(
+        "--health-check-interval-secs",
+        type=seconds,
+        default=ProbeRules.interval_seconds,
+        metavar="S",
+        help=f"between two probes of an engine (default: {ProbeRules.interval_seconds:g})",
+    )
+    group.add_argument(
+        "--health-check-timeout-secs",
+        type=seconds,
+        default=ProbeRules.timeout_seconds,
+        metavar="S",
+        help=f"for one probe (default: {ProbeRules.timeout_seconds:g})",
+    )
+    group.add_argument(
+        "--health-failure-threshold",
+        type=count,
+        default=ProbeRules.failures,
+        metavar="N",
+        help=f"bad probes in a row that take an engine out; a refused connection does at once (default: "
+        f"{ProbeRules.failures})",
+    )
+    group.add_argument(
+        "--health-success-threshold",
+        type=count,
+        default=ProbeRules.successes,
+        metavar="N",
+        help=f"good probes in a row that take it in again (default: {ProbeRules.successes})",
+    )
+    group.add_argument(
+        "--health-check-endpoint",
+        type=path_word,
+        default="/health",
+        metavar="PATH",
+        help="what is asked for; 200 is good (default: /health)",
+    )
+    group.add_argument(
+        "--cb-failure-threshold",
+        type=count,
+        default=BreakerRules.failures,
+        metavar="N",
+        help=f"failed requests in a row that take an engine out (default: {BreakerRules.failures})",
+    )
+    group.add_argument(
+        "--cb-success-threshold",
+        type=count,
+        default=BreakerRules.successes,
+        metavar="N",
+        help=f"good trials in a row that take it in again (default: {BreakerRules.successes})",
+    )
+    group.add_argument(
+        "--cb-timeout-duration-secs",
+        type=seconds,
+        default=BreakerRules.open_seconds,
+        metavar="S",
+        help=f"until the first trial, and between trials (default: {BreakerRules.open_seconds:g})",
+    )
+    group.add_argument(
+        "--cb-window-duration-secs",
+        type=seconds,
+        default=BreakerRules.window_seconds,
+        metavar="S",
+        help=f"failed requests further apart are not in a row (default: {BreakerRules.window_seconds:g})",
+    )
+    group.add_argument(
+        "--disable-circuit-breaker", action="store_true", help="only probes and refused connections take an engine out"
+    )
 
 
 def _listening(parser: Parser) -> None:
@@ -534,13 +654,9 @@ def pair(
 
 def _from_url(role: Role, url: str) -> Endpoint:
     try:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.path not in ("", "/"):
-            raise ValueError
-        tls = parts.scheme == "https"
-        return Endpoint(role=role, host=parts.hostname, port=parts.port or (443 if tls else 80), tls=tls)
-    except (ValueError, ValidationError):
-        raise Failure(f"--{role} {url!r} is not a URL such as http://host:8100", 2) from None
+        return Endpoint.from_url(role, url)
+    except ValueError as error:
+        raise Failure(f"--{role} {error}", 2) from None
 
 
 def check_distinct(endpoints: Sequence[Endpoint], host: str, port: int) -> None:
@@ -551,7 +667,7 @@ def check_distinct(endpoints: Sequence[Endpoint], host: str, port: int) -> None:
             first = seen[endpoint.authority].role
             raise Failure(f"{endpoint.authority} is named twice, as a {first} and as a {endpoint.role} server", 2)
         seen[endpoint.authority] = endpoint
-        if endpoint.port == port and endpoint.host in (host, "127.0.0.1", "localhost", "::1"):
+        if is_own(endpoint, host, port):
             raise Failure(f"{endpoint.authority} is this proxy's own address, given as a {endpoint.role} server", 2)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -442,7 +443,11 @@ def next_instance(cluster: Cluster, role: Role, beside: Sequence[Instance], node
         side += 1
     if max(port, side + width - 1) > 65535:
         raise LaunchError(f"there are no ports left for one more {role} server")
-    return last.model_copy(update={"id": f"{role.letter}{number}", "port": port, "side_channel_port": side})
+    used = {device for each in every if each.node == node for device in each.devices}
+    free = (number for number in itertools.count() if number not in used)
+    devices = tuple(itertools.islice(free, len(last.devices)))
+    name = f"{role.letter}{number}"
+    return last.model_copy(update={"id": name, "port": port, "side_channel_port": side, "devices": devices})
 
 
 def _after(instance: Instance) -> int:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
+from urllib.parse import parse_qs
 
 import orjson
 
 from baton.cluster import Role
 from baton.http import Header, Request
 from baton.proxy import legs
-from baton.proxy.errors import JSON
+from baton.proxy.errors import JSON, ProxyError
+from baton.proxy.fleet import ProxyInstance
+from baton.proxy.instances_file import endpoint_of
 from baton.proxy.journey import Way
-from baton.proxy.routing import RoundRobin
+from baton.proxy.members import DRAIN_SECONDS, Members
+from baton.proxy.routing import Picker, RoundRobin
 from baton.proxy.upstream import Answer, read_answer
 from baton.proxy.workers import Peers
 
@@ -47,17 +53,22 @@ class Warmth(Protocol):
 
 
 def routes(
-    way: Way, carried: Callable[[Request], list[Header]], peers: Peers, warmth: Warmth | None = None
+    way: Way,
+    carried: Callable[[Request], list[Header]],
+    peers: Peers,
+    members: Members,
+    warmth: Warmth | None = None,
 ) -> dict[str, dict[str, Route]]:
     """Every route that does not generate: path, method, what answers.
 
     Args:
         carried: what an engine is told of a request besides its body.
         peers: the other workers of this proxy, whose counts are added.
+        members: takes instances in and lets them go.
         warmth: the warm-up that health waits for; None for none.
     """
     # Any engine will do; decode servers have the same model and are spared the long prompts.
-    turn = RoundRobin()
+    turn = Picker(RoundRobin())
 
     async def health(_: Request) -> Answer:
         """200 only when a prefill and a decode server are usable, can hand over to each other and have done so once."""
@@ -88,26 +99,29 @@ def routes(
         return Answer(200, [(b"content-type", b"text/plain; version=0.0.4; charset=utf-8")], body)
 
     async def instances(_: Request) -> Answer:
-        rows: list[dict[str, Any]] = [
-            {
-                "id": each.id,
-                "role": each.endpoint.role,
-                "url": each.endpoint.url,
-                "usable": each.usable,
-                "in_flight": each.in_flight,
-                "transfer_mode": each.info.transfer_mode if each.info is not None else None,
-                "engine_id": each.info.engine_id if each.info is not None else None,
-            }
-            for each in way.fleet
-        ]
-        for other in await peers.ask("/instances"):
-            for row, same in zip(rows, orjson.loads(other)["instances"], strict=True):
-                row["in_flight"] += same["in_flight"]
-                row["usable"] &= same["usable"]
-        said: dict[str, Any] = {"instances": rows, "transfer_mode": way.fleet.mode}
+        rows = {each.id: row_of(each, way, members) for each in way.fleet}
+        for other in await peers.ask(ADMIN):
+            for same in orjson.loads(other)["instances"]:
+                row = rows.get(same["id"])
+                if row is None:
+                    continue
+                for count in ("in_flight", "waiting", "held"):
+                    row[count] += same[count]
+                if row["usable"] and not same["usable"]:
+                    row.update({name: same[name] for name in ("usable", "state", "breaker", "since", "last_error")})
+        said: dict[str, Any] = {"instances": list(rows.values()), "transfer_mode": way.fleet.mode}
         if way.fleet.conflict is not None:
             said["conflict"] = way.fleet.conflict
         return _json(200, said)
+
+    async def add(request: Request) -> Answer:
+        said, _ = legs.parse(request.body)
+        try:
+            endpoint = endpoint_of(said.get("role"), said.get("url"))
+        except ValueError as error:
+            raise ProxyError(400, str(error)) from None
+        instance, new = await members.add(endpoint)
+        return _json(201 if new else 200, row_of(instance, way, members))
 
     async def pass_get(request: Request) -> Answer:
         instance = turn.pick(way.fleet.usable(Role.DECODE))
@@ -130,10 +144,101 @@ def routes(
         "/metrics": metrics,
         "/instances": instances,
     }
-    return {
+    made: dict[str, dict[str, Route]] = {
         **{path: {"GET": route} for path, route in {**own, **dict.fromkeys(_READ, pass_get)}.items()},
         **{path: {"POST": pass_post} for path in _POSTED},
     }
+    made[ADMIN]["POST"] = add
+    return made
+
+
+def instance_routes(path: str, way: Way, members: Members) -> dict[str, Route] | None:
+    """The routes of one instance, ``/instances/ID`` and ``/instances/ID/drain``; None when *path* is none of them."""
+    root, _, rest = path[1:].partition("/")
+    name, _, action = rest.partition("/")
+    if f"/{root}" != ADMIN or not name or action not in ("", "drain"):
+        return None
+
+    async def show(_: Request) -> Answer:
+        return _json(200, row_of(members.named(name), way, members))
+
+    async def remove(_: Request) -> Answer:
+        return _json(200, row_of(await members.remove(name), way, members))
+
+    async def drain(request: Request) -> Answer:
+        asked = parse_qs(request.target.partition(b"?")[2].decode("latin-1"), keep_blank_values=True)
+        unknown = set(asked) - {"remove", "timeout_secs"}
+        if unknown:
+            raise ProxyError(400, f"{', '.join(sorted(unknown))}: only remove and timeout_secs are known here")
+        removes = asked.get("remove", ["false"])[-1]
+        if removes not in ("true", "false"):
+            raise ProxyError(400, f"remove={removes}: it is true or false")
+        seconds = _seconds(asked.get("timeout_secs", [str(DRAIN_SECONDS)])[-1])
+        return _json(202, row_of(await members.drain(name, seconds, remove=removes == "true"), way, members))
+
+    return {"POST": drain} if action else {"GET": show, "DELETE": remove}
+
+
+def worker_routes(members: Members) -> dict[str, Route]:
+    """How another worker of this proxy asks for the fleet, and tells what it is."""
+
+    async def tell(_: Request) -> Answer:
+        return _json(200, members.snapshot())
+
+    async def adopt(request: Request) -> Answer:
+        members.adopt(orjson.loads(request.body))
+        return _json(200, {})
+
+    return {"GET": tell, "POST": adopt}
+
+
+async def by_first(request: Request, members: Members) -> Answer | None:
+    """What the first worker answers to a change of the fleet; None when it is this one's to answer.
+
+    Raises:
+        ProxyError: 503, the first worker does not answer.
+    """
+    if members.first is None or request.method in ("GET", "HEAD"):
+        return None
+    status, body = await members.first.forward(request.method, request.target, request.body)
+    if not status:
+        raise ProxyError(503, "the worker that decides of instances does not answer: try again", retry_after=1)
+    return Answer(status, [JSON], body)
+
+
+def row_of(instance: ProxyInstance, way: Way, members: Members) -> dict[str, Any]:
+    """What `/instances` says of one."""
+    info = instance.info
+    return {
+        "id": instance.id,
+        "role": instance.endpoint.role,
+        "url": instance.endpoint.url,
+        "usable": instance.usable,
+        "state": instance.state(),
+        "breaker": instance.cb_state(time.monotonic()).word,
+        "since": round(instance.since, 3),
+        "in_flight": instance.in_flight,
+        "waiting": members.waiting(instance),
+        "held": way.fleet.held(instance),
+        "draining": instance.draining,
+        "last_error": instance.last_error or None,
+        "transfer_mode": info.transfer_mode if info is not None else None,
+        "engine_id": info.engine_id if info is not None else instance.engine_id,
+    }
+
+
+def _seconds(word: str) -> float:
+    """
+    Raises:
+        ProxyError: 400, that is no time.
+    """
+    try:
+        value = float(word)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise ProxyError(400, f"timeout_secs={word}: a number of seconds is wanted")
+    return value
 
 
 def counts(way: Way) -> dict[str, Any]:

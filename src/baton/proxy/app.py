@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import orjson
@@ -21,20 +22,23 @@ from baton.cluster import Endpoint, TransferMode
 from baton.http import Header, Limits, Request, Responder, Server
 from baton.proxy import legs
 from baton.proxy.access_log import AccessLog
-from baton.proxy.admin import ADMIN, OPEN, routes
+from baton.proxy.admin import ADMIN, OPEN, by_first, instance_routes, routes, worker_routes
 from baton.proxy.admission import Gate
 from baton.proxy.beat import Beats
+from baton.proxy.breaker import USUAL_BREAKER, BreakerRules, ProbeRules
 from baton.proxy.client_tickets import Signer
 from baton.proxy.deliver import ToClient
 from baton.proxy.door import Keys, Origins, carried, decode_rank
 from baton.proxy.errors import JSON, ProxyError, StreamFailed, error_event
-from baton.proxy.fleet import Fleet, NoInstance
+from baton.proxy.fleet import Fleet, NoInstance, ProxyInstance
+from baton.proxy.health import Watch
 from baton.proxy.journey import EngineRefusal, Journey, State, Times, Way, prefill_alone
 from baton.proxy.legs import Rules, Style
+from baton.proxy.members import FLEET_PATH, Members
 from baton.proxy.memory import settle_memory
 from baton.proxy.metrics import Metrics
 from baton.proxy.modes import run_several, run_single, turn_of
-from baton.proxy.routing import POLICIES
+from baton.proxy.routing import POLICIES, Picker
 from baton.proxy.samples import parts
 from baton.proxy.tracing import Tracer
 from baton.proxy.turns import MOST_TURNS, TTL_SECONDS, TurnStore
@@ -44,7 +48,6 @@ from baton.proxy.workers import Alive, Peers, Worker, Workers, watch_parent
 
 logger = logging.getLogger("baton.proxy")
 
-RETRY_SECONDS = 0.25
 LEFT = 499
 """The status that is counted for a request whose client left before its answer was whole."""
 # Request ids: random for each start, then counted; a random number each would cost a system call.
@@ -65,7 +68,11 @@ class ProxySettings:
         prefill_policy, decode_policy: in one pool; None as *policy*.
         transfer_mode: what the engines must be; None asks them.
         request_timeout_seconds: for one leg; None has no limit.
-        probe_interval_seconds: between two rounds of health questions.
+        probe_interval_seconds, probe_timeout_seconds: between two probes of an instance, and for one.
+        probe_failures, probe_successes: in a row that take an instance out, and in again.
+        probe_path: what is asked for.
+        breaker: when an instance is taken out for requests that failed.
+        instances_file: that names the instances, and is read again when it changes; they are *endpoints* at first.
         shutdown_seconds: how long open requests may go on after a stop was asked for.
         limits: of the HTTP server.
         uds: a Unix socket to listen on in place of host and port.
@@ -102,7 +109,13 @@ class ProxySettings:
     decode_policy: str | None = None
     transfer_mode: TransferMode | None = None
     request_timeout_seconds: float | None = None
-    probe_interval_seconds: float = 2.0
+    probe_interval_seconds: float = ProbeRules.interval_seconds
+    probe_timeout_seconds: float = ProbeRules.timeout_seconds
+    probe_failures: int = ProbeRules.failures
+    probe_successes: int = ProbeRules.successes
+    probe_path: str = "/health"
+    breaker: BreakerRules = USUAL_BREAKER
+    instances_file: str | None = None
     shutdown_seconds: float = 30.0
     limits: Limits = field(default_factory=Limits)
     uds: str | None = None
@@ -145,7 +158,14 @@ class Proxy:
 
     def __init__(self, settings: ProxySettings) -> None:
         self.settings = settings
-        self.fleet = Fleet(settings.endpoints, settings.transfer_mode)
+        probes = ProbeRules(
+            settings.probe_interval_seconds,
+            settings.probe_timeout_seconds,
+            settings.probe_failures,
+            settings.probe_successes,
+            settings.probe_path.encode(),
+        )
+        self.fleet = Fleet(settings.endpoints, settings.transfer_mode, settings.breaker, probes)
         gate = Gate(settings.max_requests, settings.queue_size, settings.queue_seconds)
         self.turns: TurnStore | None = None
         if settings.turns:
@@ -154,9 +174,9 @@ class Proxy:
         tracer = Tracer(settings.otlp_endpoint) if settings.otlp_endpoint is not None else None
         self.way = Way(
             self.fleet,
-            Upstream(self.fleet, settings.request_timeout_seconds, settings.engine_tls),
-            POLICIES[settings.prefill_policy or settings.policy](),
-            POLICIES[settings.decode_policy or settings.policy](),
+            Upstream(self.fleet, settings.request_timeout_seconds, settings.engine_tls, probes),
+            Picker(POLICIES[settings.prefill_policy or settings.policy]()),
+            Picker(POLICIES[settings.decode_policy or settings.policy]()),
             Metrics(self.fleet, gate, self.turns),
             gate,
             tracer,
@@ -164,9 +184,16 @@ class Proxy:
         self._peers = Peers(settings.other_workers)
         self._engine_key = settings.engine_api_key.encode() if settings.engine_api_key else None
         self._warm_up = self._warming() if settings.warm_up else None
-        self._routes = routes(self.way, self.carried, self._peers, self._warm_up)
+        self._watch = Watch(self.fleet, self.way.upstream, probes, self._look)
+        first = Peers((settings.first_worker,)) if settings.first_worker is not None else None
+        own = (settings.host, settings.port) if settings.uds is None else None
+        self.members = Members(self.way, self._watch, self._peers, first=first, waiting=self._waiting_for, own=own)
+        # Requests under way, by id: an instance that one of them has chosen is not drained yet.
+        self._open: dict[bytes, Journey] = {}
+        self._routes = routes(self.way, self.carried, self._peers, self.members, self._warm_up)
         # What this worker alone counts, for the others.
-        self._own_routes = routes(self.way, self.carried, Peers(()), self._warm_up)
+        self._own_routes = routes(self.way, self.carried, Peers(()), self.members, self._warm_up)
+        self._own_routes[FLEET_PATH] = worker_routes(self.members)
         self._keys = Keys(settings.api_keys)
         self._admin_keys = Keys([settings.admin_key]) if settings.admin_key else self._keys
         self._origins = Origins(settings.cors_origins)
@@ -184,6 +211,12 @@ class Proxy:
             OSError: the address cannot be had.
         """
         settings = self.settings
+        if settings.instances_file is not None:
+            self.members.came_from_file()
+        await self.members.catch_up()
+        if self.members.changed:
+            # This worker was started again, and the file may have changed while it was gone.
+            await self.reload()
         await self.way.upstream.probe(self.fleet)
         addresses: list[tuple[str, int]] = []
         if settings.worker_socket is not None:
@@ -194,8 +227,13 @@ class Proxy:
             addresses = await self._server.listen(
                 settings.host, settings.port, tls=settings.tls, reuse_port=settings.reuse_port
             )
-        work = (self._probe_forever(), self.way.upstream.sweep_forever(), self._flush_forever())
+        work = [self.way.upstream.sweep_forever(), self._flush_forever()]
+        if settings.other_workers:
+            work.append(self.members.follow_forever())
+        if settings.instances_file is not None and settings.first_worker is None:
+            work.append(self.members.watch_file_forever(Path(settings.instances_file)))
         self._background = [asyncio.create_task(each) for each in work]
+        self._watch.start()
         if self._warm_up is not None:
             self._warm_up.look()
         return addresses
@@ -211,6 +249,8 @@ class Proxy:
         """Take no more requests, finish what is open for *grace_seconds*, then cut the rest."""
         for task in self._background:
             task.cancel()
+        self._watch.stop()
+        self.members.close()
         if self._warm_up is not None:
             await self._warm_up.close()
         await self._server.close(grace_seconds)
@@ -266,6 +306,8 @@ class Proxy:
     async def _answer(self, request: Request) -> Answer:
         """What is not generation."""
         methods = self._routes.get(request.path)
+        if methods is None and request.path.startswith(ADMIN):
+            methods = instance_routes(request.path, self.way, self.members)
         if methods is None:
             if request.path not in legs.RULES:
                 raise ProxyError(404, f"there is nothing at {request.path}")
@@ -274,12 +316,19 @@ class Proxy:
         if make is None:
             allowed = ", ".join(sorted(methods)) or "POST"
             raise ProxyError(405, f"{request.method} is not allowed on {request.path}", allow=allowed)
+        if request.path.startswith(ADMIN) and (answer := await by_first(request, self.members)) is not None:
+            return answer
         return await make(request)
 
     async def _tell_worker(self, request: Request, responder: Responder) -> None:
-        """Answer another worker of this proxy."""
-        answer = await self._own_routes[request.path]["GET"](request)
-        responder.send(answer.status, answer.headers, answer.body)
+        """Answer another worker of this proxy: what this one counts, or a change of the fleet that it was asked for."""
+        routes = self._own_routes.get(request.path) or instance_routes(request.path, self.way, self.members) or {}
+        try:
+            answer = await routes[request.method](request)
+        except Told as error:
+            tell(error, responder, [], [], Style.OPENAI)
+        else:
+            responder.send(answer.status, answer.headers, answer.body)
 
     async def _generate(self, request: Request, rules: Rules, responder: Responder, common: list[Header]) -> None:
         """Both phases, for every endpoint in ``legs.RULES``: from admission to the last byte, and its counts.
@@ -291,6 +340,7 @@ class Proxy:
         if way.tracer is not None:
             journey.span = way.tracer.request(request)
         status, failure = LEFT, None
+        self._open[journey.request_id] = journey
         try:
             await self._travel(journey, responder)
             journey.state, status = State.DONE, 200
@@ -306,6 +356,7 @@ class Proxy:
             status = tell(error, responder, journey.answer_head([]), [], rules.style)
             journey.state = State.FAILED
         finally:
+            del self._open[journey.request_id]
             if journey.admitted:
                 way.gate.leave()
             if journey.beat is not None:
@@ -381,20 +432,31 @@ class Proxy:
             first_event_seconds=times.first_event - times.arrived if times.first_event else 0.0,
         )
 
-    async def _probe_forever(self) -> None:
-        while True:
-            # One that is out is asked more often, so that it is missed no longer than need be.
-            out = not all(instance.usable for instance in self.fleet)
-            interval = self.settings.probe_interval_seconds
-            await asyncio.sleep(min(interval, RETRY_SECONDS) if out else interval)
-            await self.way.upstream.probe(self.fleet)
-            if self._warm_up is not None:
-                self._warm_up.look()
+    def _look(self) -> None:
+        """An instance was probed: it may have come up."""
+        if self._warm_up is not None:
+            self._warm_up.look()
+
+    def _waiting_for(self, instance: ProxyInstance) -> int:
+        """Requests that have chosen *instance* and are not on it yet."""
+        return sum(awaits(journey, instance) for journey in self._open.values())
+
+    async def reload(self) -> None:
+        """Read the file of instances again."""
+        if self.settings.instances_file is not None and self.settings.first_worker is None:
+            await self.members.reload(Path(self.settings.instances_file))
 
     async def _flush_forever(self) -> None:
         while self._access_log is not None:
             await asyncio.sleep(1.0)
             self._access_log.flush()
+
+
+def awaits(journey: Journey, instance: ProxyInstance) -> bool:
+    """Whether a request goes to *instance* later; one for several answers might, until it has its parts' answers."""
+    if not journey.admitted or journey.state in (State.DECODING, State.STREAMING):
+        return False
+    return journey.decode is instance or (journey.prefill is None and journey.decode is None)
 
 
 def read_body(request: Request, said: dict[str, Any] | None = None) -> tuple[dict[str, object], bytes]:
@@ -479,6 +541,15 @@ async def serve(
     if alive is not None:
         watch_parent(alive, stop.set)
     proxy = Proxy(settings)
+    reloads: set[asyncio.Task[None]] = set()
+
+    def reload() -> None:
+        task = loop.create_task(proxy.reload())
+        reloads.add(task)
+        task.add_done_callback(reloads.discard)
+
+    if settings.instances_file is not None:
+        loop.add_signal_handler(signal.SIGHUP, reload)
     settle_memory()
     try:
         on_ready(await proxy.start())
@@ -519,4 +590,6 @@ def serve_workers(
         )
         run(serve(own, lambda _: worker.ready(), worker.alive))
 
-    return Workers(count, work).run(settings.host, settings.port, lambda _: on_ready())
+    return Workers(count, work, passes_hangup=settings.instances_file is not None).run(
+        settings.host, settings.port, lambda _: on_ready()
+    )

@@ -193,6 +193,10 @@ def choose(journey: Journey, way: Way) -> None:
     if journey.prefill is None or journey.prefill not in prefills:
         journey.prefill = way.prefill_policy.pick(prefills)
     journey.decode = way.decode_policy.pick(decodes)
+    if not way.fleet.may_pair(journey.prefill, journey.decode):
+        others = [each for each in decodes if way.fleet.may_pair(journey.prefill, each)]
+        if others:
+            journey.decode = way.decode_policy.pick(others)
     journey.state = State.ADMITTED
 
 
@@ -258,14 +262,27 @@ async def decode(journey: Journey, way: Way, prefilled: Prefilled, deliver: Deli
     """
     linger = LINGER_SECONDS if prefilled.ticket is not None else 0.0
     leg, scored = decode_leg(journey, way, prefilled.ticket, linger)
-    async with leg as response:
-        journey.state = State.DECODING
-        journey.times.decode_head = time.monotonic()
-        if response.status != 200:
-            raise EngineRefusal(await read_answer(response))
-        if prefilled.ticket is not None:
-            way.metrics.handed_off.inc()
-        await deliver(journey, response, Correction(journey.rules, journey.body, prefilled, scored, journey.turn))
+    try:
+        async with leg as response:
+            journey.state = State.DECODING
+            journey.times.decode_head = time.monotonic()
+            if response.status != 200:
+                raise EngineRefusal(await read_answer(response))
+            if prefilled.ticket is not None:
+                way.metrics.handed_off.inc()
+            await deliver(journey, response, Correction(journey.rules, journey.body, prefilled, scored, journey.turn))
+    except (EngineRefusal, ProxyError) as error:
+        status = error.answer.status if isinstance(error, EngineRefusal) else error.status
+        if prefilled.ticket is not None and status in (500, 502) and journey.state is not State.STREAMING:
+            way.fleet.pair_failed(instance_of(journey.prefill), instance_of(journey.decode), str(error))
+        raise
+    if prefilled.ticket is not None:
+        way.fleet.pair_worked(instance_of(journey.prefill), instance_of(journey.decode))
+
+
+def instance_of(chosen: ProxyInstance | None) -> ProxyInstance:
+    assert chosen is not None
+    return chosen
 
 
 def decode_leg(journey: Journey, way: Way, ticket: Ticket | None, linger_seconds: float) -> tuple[Leg, bool]:

@@ -103,6 +103,7 @@ class Metrics(Collector):
         self.handed_off = Count("baton_handed_off", "Tickets that a decode server accepted")
         self.stream_errors = Count("baton_stream_errors", "Streams that broke after their head")
         self.warm_up_failures = Count("baton_warm_up_failures", "Pairs whose warm-up hand-off failed")
+        self.reloads = Count("baton_instances_file_reloads", "Reads of a changed file of instances", ["result"])
 
     def request(self, endpoint: str, status: int, seconds: float) -> None:
         """Count one answered request."""
@@ -142,6 +143,7 @@ class Metrics(Collector):
             self.handed_off,
             self.stream_errors,
             self.warm_up_failures,
+            self.reloads,
         ):
             yield count.family()
         for name, documentation, seconds in (
@@ -159,15 +161,7 @@ class Metrics(Collector):
         for part, seconds in self.parts.items():
             seconds.add_to(split, [part])
         yield split
-        labels = ["role", "instance"]
-        usable = GaugeMetricFamily("baton_instance_usable", "1 when the instance is usable", labels=labels)
-        in_flight = GaugeMetricFamily("baton_in_flight", "Requests on the instance now", labels=labels)
-        for instance in self._fleet:
-            values = [str(instance.endpoint.role), instance.endpoint.authority]
-            usable.add_metric(values, float(instance.usable))
-            in_flight.add_metric(values, instance.in_flight)
-        yield usable
-        yield in_flight
+        yield from instance_families(self._fleet)
         yield GaugeMetricFamily("baton_active_requests", "Requests under way", value=self._gate.active)
         yield GaugeMetricFamily("baton_queued_requests", "Requests in line for a place", value=self._gate.waiting)
         if self._turns is not None:
@@ -184,8 +178,43 @@ class Metrics(Collector):
         return own if len(texts) == 1 else generate_latest(_Sum(texts))
 
 
+def instance_families(fleet: Fleet) -> Iterator[Metric]:
+    """What is known of each instance, and of pairs that have failed."""
+    labels = ["role", "instance"]
+    usable = GaugeMetricFamily("baton_instance_usable", "1 when the instance is usable", labels=labels)
+    state = GaugeMetricFamily(
+        "baton_instance_state",
+        "0 usable (breaker closed), 1 out (breaker open, or it does not answer), 2 half-open, 3 draining, 4 drained",
+        labels=labels,
+    )
+    in_flight = GaugeMetricFamily("baton_in_flight", "Requests on the instance now", labels=labels)
+    probes = CounterMetricFamily("baton_probes_failed", "Health questions that went wrong", labels=labels)
+    ejections = CounterMetricFamily(
+        "baton_ejections",
+        "How often the instance was taken out: its probes failed, it could not be connected to, requests failed on it, "
+        "hand-offs failed because of it",
+        labels=[*labels, "reason"],
+    )
+    for instance in fleet:
+        values = [str(instance.endpoint.role), instance.endpoint.authority]
+        usable.add_metric(values, float(instance.usable))
+        state.add_metric(values, instance.state().number)
+        in_flight.add_metric(values, instance.in_flight)
+        probes.add_metric(values, instance.probes_failed)
+        for reason, count in instance.ejections.items():
+            ejections.add_metric([*values, reason], count)
+    pairs = CounterMetricFamily("baton_pair_failures", "Hand-offs that failed", labels=["prefill", "decode"])
+    where = {instance.id: instance.endpoint.authority for instance in fleet}
+    for (prefill, decode), count in fleet.pairs.failed.items():
+        pairs.add_metric([where.get(prefill, prefill), where.get(decode, decode)], count)
+    return iter((usable, state, in_flight, probes, ejections, pairs))
+
+
+_LEAST, _MOST = frozenset({"baton_instance_usable"}), frozenset({"baton_instance_state"})
+
+
 class _Sum:
-    """The metrics of several workers as one: counts are added, and an instance is usable when all find it so."""
+    """The metrics of several workers as one: counts are added, and an instance is as the least content of them says."""
 
     def __init__(self, texts: Sequence[bytes]) -> None:
         self._texts = texts
@@ -201,8 +230,10 @@ class _Sum:
                     key = (sample.name, tuple(sorted(sample.labels.items())))
                     if key not in known:
                         known[key] = sample.value
-                    elif family.name == "baton_instance_usable":
+                    elif family.name in _LEAST:
                         known[key] = min(known[key], sample.value)
+                    elif family.name in _MOST:
+                        known[key] = max(known[key], sample.value)
                     else:
                         known[key] += sample.value
         for name, family in families.items():

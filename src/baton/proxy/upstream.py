@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import enum
 import logging
 import ssl
 import zlib
@@ -24,14 +25,14 @@ from baton.http import (
     TooSlow,
 )
 from baton.proxy import engine_info
+from baton.proxy.breaker import USUAL_PROBES, ProbeRules
 from baton.proxy.engine_info import BadEngineInfo, EngineInfo
-from baton.proxy.errors import JSON, ProxyError
+from baton.proxy.errors import JSON, ProxyError, StreamFailed
 from baton.proxy.fleet import Fleet, ProxyInstance
 from baton.proxy.tracing import Span
 
 logger = logging.getLogger("baton.proxy")
 
-PROBE_SECONDS = 2.0
 SWEEP_SECONDS = 1.0
 _TYPE = b"content-type"
 # What an engine's answer says to the client besides its body; framing is our own.
@@ -105,19 +106,51 @@ async def read_body(response: Response) -> bytes:
         raise ProxyError(502, "the engine's answer is not compressed as it says") from error
 
 
+class Outcome(enum.Enum):
+    """What the end of a leg says of its instance."""
+
+    GOOD = "good"
+    BAD = "bad"
+    NEITHER = "neither"
+
+
+def outcome(status: int, error: BaseException | None) -> Outcome:
+    """What a leg says of its instance.
+
+    A 4xx is the client's fault, and so is a client that left; a 501 says that the engine has no such thing.
+
+    Args:
+        status: of the answer; 0 when there was none.
+        error: what ended the leg; None when it was read to its end.
+    """
+    match error:
+        case OutOfDescriptors():
+            return Outcome.NEITHER
+        case ConnectFailed() | Broken() | TooSlow() | StreamFailed():
+            return Outcome.BAD
+    if status >= 500:
+        return Outcome.NEITHER if status == 501 else Outcome.BAD
+    if status >= 400:
+        return Outcome.NEITHER
+    if error is None:
+        return Outcome.GOOD
+    return Outcome.BAD if isinstance(error, ProxyError) and error.status == 502 else Outcome.NEITHER
+
+
 class Leg:
     """One leg of a request: counts itself on its instance, and turns what goes wrong into answers.
 
-    The one place where both the count and the connection are released. A class and not a generator: it is
-    entered twice for every request.
+    The one place where both the count and the connection are released, and where the instance's breaker hears how the
+    leg ended. A class and not a generator: it is entered twice for every request.
     """
 
-    __slots__ = ("_exchange", "_instance", "_span")
+    __slots__ = ("_exchange", "_instance", "_span", "_status")
 
     def __init__(self, instance: ProxyInstance, exchange: Exchange, span: Span | None) -> None:
         self._instance = instance
         self._exchange = exchange
         self._span = span
+        self._status = 0
 
     def linger(self, seconds: float) -> None:
         """From now on, see *linger_seconds* of :meth:`Upstream.post`."""
@@ -126,9 +159,12 @@ class Leg:
     async def __aenter__(self) -> Response:
         self._instance.in_flight += 1
         try:
-            return await self._exchange.__aenter__()
+            response = await self._exchange.__aenter__()
+            self._status = response.status
+            return response
         except BaseException as error:
             self._instance.in_flight -= 1
+            self._judge(error)
             if self._span is not None:
                 self._span.end(error)
             self._explain(error)
@@ -137,10 +173,26 @@ class Leg:
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, at: object) -> None:
         self._instance.in_flight -= 1
         self._exchange.leave()
+        if error is not None or self._status != 200 or self._instance.breaker.failures:
+            self._judge(error)
         if self._span is not None:
             self._span.end(error)
         if error is not None:
             self._explain(error)
+
+    def _judge(self, error: BaseException | None) -> None:
+        """Tell the instance how the leg ended."""
+        instance = self._instance
+        match outcome(self._status, error):
+            case Outcome.BAD if isinstance(error, ConnectFailed):
+                instance.unreachable(str(error))
+            case Outcome.BAD:
+                answered = f"a request was answered {self._status}"
+                instance.leg_bad(answered if self._status >= 500 else f"a request failed: {error}")
+            case Outcome.NEITHER:
+                instance.leg_neither()
+            case Outcome.GOOD if instance.breaker.failures:
+                instance.leg_good()
 
     def _explain(self, error: BaseException) -> None:
         """Raise the answer for *error*, when there is one."""
@@ -149,7 +201,6 @@ class Leg:
             case OutOfDescriptors():
                 raise ProxyError(503, "the proxy has no file descriptors left: try again", retry_after=1) from error
             case ConnectFailed():
-                self._instance.set_usable(False, str(error))
                 raise ProxyError(503, f"the {role} server cannot be reached", retry_after=1) from error
             case TooSlow():
                 raise ProxyError(504, f"the {role} server took too long") from error
@@ -158,21 +209,44 @@ class Leg:
 
 
 class Upstream:
-    """Connections to every engine of a fleet.
+    """Connections to every engine of a fleet, made when they are first needed.
 
     Args:
         fleet: whose instances they are.
         timeout_seconds: for one leg from start to end; None waits as long as the client does.
-        tls: for those that are reached by https.
+        tls: for those that are reached by https; None has Python's own rules for it.
+        probes: how an engine is asked for its health.
     """
 
-    def __init__(self, fleet: Fleet, timeout_seconds: float | None = None, tls: ssl.SSLContext | None = None) -> None:
-        times = Timeouts(total=timeout_seconds)
-        self._pools = {
-            instance.id: Pool(Origin(at.host, at.port, tls if at.tls else None), times)
-            for instance in fleet
-            for at in (instance.endpoint,)
-        }
+    def __init__(
+        self,
+        fleet: Fleet,
+        timeout_seconds: float | None = None,
+        tls: ssl.SSLContext | None = None,
+        probes: ProbeRules = USUAL_PROBES,
+    ) -> None:
+        self._times = Timeouts(total=timeout_seconds)
+        self._tls = tls
+        self._probes = probes
+        self._pools: dict[str, Pool] = {}
+        self._instances: dict[str, ProxyInstance] = {}
+        self._closed = False
+        for instance in fleet:
+            self._open(instance)
+
+    def _open(self, instance: ProxyInstance) -> Pool:
+        """A pool for an instance that has none: it is new, or was removed and somebody has chosen it before."""
+        at = instance.endpoint
+        if at.tls and self._tls is None:
+            self._tls = ssl.create_default_context()
+        pool = Pool(Origin(at.host, at.port, self._tls if at.tls else None), self._times)
+        if self._closed:
+            pool.close()
+        self._pools[instance.id], self._instances[instance.id] = pool, instance
+        return pool
+
+    def _pool(self, instance: ProxyInstance) -> Pool:
+        return self._pools.get(instance.id) or self._open(instance)
 
     def post(
         self,
@@ -193,33 +267,39 @@ class Upstream:
         Args:
             linger_seconds: see :meth:`baton.http.Pool.request`.
         """
-        exchange = self._pools[instance.id].request(b"POST", path, headers, body, linger_seconds=linger_seconds)
+        pool = self._pools.get(instance.id) or self._open(instance)
+        exchange = pool.request(b"POST", path, headers, body, linger_seconds=linger_seconds)
         return Leg(instance, exchange, span)
 
     def get(self, instance: ProxyInstance, path: bytes, headers: Iterable[Header]) -> Leg:
         """The same for a GET."""
-        return Leg(instance, self._pools[instance.id].request(b"GET", path, headers), None)
+        return Leg(instance, self._pool(instance).request(b"GET", path, headers), None)
 
     async def probe(self, fleet: Fleet) -> None:
         """Ask every instance for its health, all at once."""
-        await asyncio.gather(*(self._probe(instance) for instance in fleet))
+        await asyncio.gather(*(self.probe_one(instance) for instance in fleet))
 
-    async def _probe(self, instance: ProxyInstance) -> None:
+    async def probe_one(self, instance: ProxyInstance) -> None:
+        """Ask one instance for its health; and what it is, when it can say so, since another may have come up there."""
+        path = self._probes.path
+        said = path.decode()
         try:
             async with (
-                asyncio.timeout(PROBE_SECONDS),
-                self._pools[instance.id].request(b"GET", b"/health", ()) as response,
+                asyncio.timeout(self._probes.timeout_seconds),
+                self._pool(instance).request(b"GET", path, ()) as response,
             ):
                 await response.read()
             healthy = response.status == 200
-            if healthy and not instance.learned:
+            if healthy and (instance.tells or not instance.learned):
                 await self._learn(instance)
-            instance.set_usable(healthy, f"/health answered {response.status}")
+            instance.probed(healthy, f"{said} answered {response.status}")
         except OutOfDescriptors:
             # That says nothing of the engine.
             logger.warning("no file descriptor left to ask %s for its health", instance.id)
+        except ConnectFailed as error:
+            instance.probed(False, f"{said} failed: {error}", certain=True)
         except (ClientError, TimeoutError) as error:
-            instance.set_usable(False, f"/health failed: {error or 'too slow'}")
+            instance.probed(False, f"{said} failed: {str(error) or 'too slow'}")
 
     async def _learn(self, instance: ProxyInstance) -> None:
         """Ask an instance what it is. One that doesn't know the question is a stock engine: its tickets say it.
@@ -228,17 +308,26 @@ class Upstream:
             ClientError, TimeoutError: there was no answer.
         """
         async with (
-            asyncio.timeout(PROBE_SECONDS),
-            self._pools[instance.id].request(b"GET", engine_info.PATH, ()) as response,
+            asyncio.timeout(self._probes.timeout_seconds),
+            self._pool(instance).request(b"GET", engine_info.PATH, ()) as response,
         ):
             raw = await response.read()
-        instance.learned = response.status < 500
+        learned, instance.learned = instance.learned, response.status < 500
         if response.status != 200:
+            if instance.tells and response.status < 500:
+                # Another engine is there, which doesn't know the question.
+                instance.tells = False
+                instance.doubt()
+                instance.learned = True
             return
         try:
             info = EngineInfo.parse(raw)
         except BadEngineInfo as error:
-            logger.warning("%s does not say what it is, and is taken for a stock engine: %s", instance.id, error)
+            if not learned:
+                logger.warning("%s does not say what it is, and is taken for a stock engine: %s", instance.id, error)
+            return
+        instance.tells = True
+        if learned and (info == instance.info or (info is not None and knows(instance, info))):
             return
         role = instance.endpoint.role
         if info is not None and info.misplaced(role):
@@ -249,9 +338,19 @@ class Upstream:
         """Close connections that were idle for too long, once a second."""
         while True:
             await asyncio.sleep(SWEEP_SECONDS)
-            for pool in self._pools.values():
+            for name, pool in list(self._pools.items()):
                 pool.sweep()
+                instance = self._instances[name]
+                if instance.removed and not pool.size and not instance.in_flight:
+                    pool.close()
+                    del self._pools[name], self._instances[name]
 
     def close(self) -> None:
+        self._closed = True
         for pool in self._pools.values():
             pool.close()
+
+
+def knows(instance: ProxyInstance, info: EngineInfo) -> bool:
+    """Whether it is known that this engine is there; perhaps as the one rank of it that can be reached."""
+    return instance.info is not None and instance.info.names(info.engine_id)

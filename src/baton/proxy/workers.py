@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import multiprocessing
+import os
 import signal
 import socket
 import tempfile
@@ -20,6 +21,7 @@ from baton.http import ClientError, Origin, Pool, Timeouts
 logger = logging.getLogger("baton.proxy")
 
 ASK_SECONDS = 2.0
+FORWARD_SECONDS = 10.0
 RESTART_SECONDS = 1.0
 FORK = multiprocessing.get_context("fork")
 
@@ -34,19 +36,44 @@ class Peers:
     def __init__(self, paths: Sequence[str]) -> None:
         self._pools = [Pool(Origin("worker", 0, path=path), Timeouts(connect=ASK_SECONDS)) for path in paths]
 
-    async def ask(self, path: str) -> list[bytes]:
-        """What each says at *path*; one that doesn't answer is left out."""
-        found = await asyncio.gather(*(self._ask(pool, path.encode()) for pool in self._pools))
-        return [body for body in found if body is not None]
+    async def ask(self, path: str, *, quiet: bool = False) -> list[bytes]:
+        """What each says at *path*; one that doesn't answer is left out.
 
-    async def _ask(self, pool: Pool, path: bytes) -> bytes | None:
+        Args:
+            quiet: whether that is nothing to be logged: it may not be up yet.
+        """
+        found = await asyncio.gather(*(self._send(pool, b"GET", path, quiet=quiet) for pool in self._pools))
+        return [body for status, body in found if status == 200]
+
+    async def tell(self, path: str, body: bytes) -> None:
+        """Tell each something in JSON."""
+        await asyncio.gather(*(self._send(pool, b"POST", path, body) for pool in self._pools))
+
+    async def forward(self, method: str, target: bytes, body: bytes) -> tuple[int, bytes]:
+        """Have the only one answer a request; status 0 when it does not."""
+        (pool,) = self._pools
+        return await self._send(pool, method.encode(), target.decode("latin-1"), body, FORWARD_SECONDS)
+
+    async def _send(
+        self,
+        pool: Pool,
+        method: bytes,
+        path: str,
+        body: bytes = b"",
+        seconds: float = ASK_SECONDS,
+        *,
+        quiet: bool = False,
+    ) -> tuple[int, bytes]:
         try:
-            async with asyncio.timeout(ASK_SECONDS), pool.request(b"GET", path, ()) as response:
-                body = await response.read()
-                return body if response.status == 200 else None
+            async with (
+                asyncio.timeout(seconds),
+                pool.request(method, path.encode("latin-1"), (), (body,) if body else ()) as response,
+            ):
+                return response.status, await response.read()
         except (ClientError, TimeoutError) as error:
-            logger.warning("another worker of this proxy does not answer: %s", error or "too slow")
-            return None
+            if not quiet:
+                logger.warning("another worker of this proxy does not answer: %s", str(error) or "too slow")
+            return 0, b""
 
     def close(self) -> None:
         for pool in self._pools:
@@ -112,11 +139,13 @@ class Workers:
     Args:
         count: how many.
         work: what each runs, in a process of its own.
+        passes_hangup: whether the first of them is given SIGHUP.
     """
 
-    def __init__(self, count: int, work: Work) -> None:
+    def __init__(self, count: int, work: Work, *, passes_hangup: bool = False) -> None:
         self._count = count
         self._work = work
+        self._passes_hangup = passes_hangup
         self._running: dict[int, multiprocessing.process.BaseProcess] = {}
         self._started: dict[int, float] = {}
         self._stopping = False
@@ -135,9 +164,13 @@ class Workers:
             self._paths = [str(Path(folder) / f"{number}.sock") for number in range(self._count)]
             for number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, self._on_signal)
+            if self._passes_hangup:
+                signal.signal(signal.SIGHUP, signal.SIG_IGN)
             ready = [self._start(number) for number in range(self._count)]
             came_up = all(self._await_ready(each) for each in ready)
             if came_up:
+                if self._passes_hangup:
+                    signal.signal(signal.SIGHUP, self._on_signal)
                 on_ready(self._port)
             elif not self._wake_read.poll():
                 self._stop()
@@ -176,6 +209,8 @@ class Workers:
         # An interrupt from a terminal comes to all; the one who started the workers passes it on.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if self._passes_hangup:
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)
         path, others = self._paths[number], tuple(each for each in self._paths if each != self._paths[number])
         Path(path).unlink(missing_ok=True)
         first = self._paths[0] if number else None
@@ -187,8 +222,10 @@ class Workers:
             sentinels = {process.sentinel: number for number, process in self._running.items()}
             for found in wait([*sentinels, self._wake_read]):
                 if found is self._wake_read:
-                    self._wake_read.recv_bytes()
-                    self._stop()
+                    if int(self._wake_read.recv_bytes()) == signal.SIGHUP:
+                        self._hang_up()
+                    else:
+                        self._stop()
                     continue
                 number = sentinels[found]  # type: ignore[index]
                 process = self._running.pop(number)
@@ -198,6 +235,12 @@ class Workers:
                 logger.error("worker %d of the proxy ended with %s and is started again", number, process.exitcode)
                 time.sleep(max(0.0, RESTART_SECONDS - (time.monotonic() - self._started[number])))
                 self._start(number).close()
+
+    def _hang_up(self) -> None:
+        """Pass SIGHUP to the first worker, which reads files for all."""
+        first = self._running.get(0)
+        if first is not None and first.pid is not None:
+            os.kill(first.pid, signal.SIGHUP)
 
     def _stop(self) -> None:
         """Told once: finish; told again: the workers cut what is open."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from baton.proxy.fleet import ProxyInstance
+from baton.proxy.routing.base import after
 
 
 class RoundRobin:
@@ -14,10 +15,6 @@ class RoundRobin:
         self._last = -1
 
     def pick(self, usable: Sequence[ProxyInstance]) -> ProxyInstance:
-        chosen = usable[0]
-        for instance in usable:
-            if instance.place > self._last:
-                chosen = instance
-                break
+        chosen = after(self._last, usable)
         self._last = chosen.place
         return chosen

@@ -1,0 +1,72 @@
+"""Asks every instance for its health, each at its own pace: one that hangs holds up nobody."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+from baton.proxy.breaker import ProbeRules
+from baton.proxy.fleet import Fleet, ProxyInstance
+from baton.proxy.upstream import Upstream
+
+logger = logging.getLogger("baton.proxy")
+
+START_SECONDS = 0.25
+"""Between two probes of an instance that has never been up: who starts a cluster waits for it. One that has died is
+asked no more often than the others, so that a dead engine gets one request an interval."""
+
+
+class Watch:
+    """The probes of one proxy.
+
+    Args:
+        on_probed: called when an instance came up, and else once an interval at most.
+    """
+
+    def __init__(
+        self, fleet: Fleet, upstream: Upstream, rules: ProbeRules, on_probed: Callable[[], None] = lambda: None
+    ) -> None:
+        self._fleet = fleet
+        self._upstream = upstream
+        self._rules = rules
+        self._on_probed = on_probed
+        self._told_at = 0.0
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    def start(self) -> None:
+        """Watch every instance of the fleet, and no other; to be called again when it has changed."""
+        known = {instance.id for instance in self._fleet}
+        for name in [each for each in self._tasks if each not in known]:
+            self._tasks.pop(name).cancel()
+        for instance in self._fleet:
+            if instance.id not in self._tasks:
+                self._tasks[instance.id] = asyncio.create_task(self._watch(instance))
+
+    def stop(self) -> None:
+        for task in self._tasks.values():
+            task.cancel()
+        self._tasks.clear()
+
+    async def _watch(self, instance: ProxyInstance) -> None:
+        # Nobody knows anything of one that is new.
+        pause = self._pause(instance) if instance.came_up or instance.probes_failed else 0.0
+        while True:
+            await asyncio.sleep(pause)
+            came_up = instance.came_up
+            try:
+                await self._upstream.probe_one(instance)
+                now = time.monotonic()
+                if instance.came_up != came_up or now - self._told_at >= self._rules.interval_seconds:
+                    self._told_at = now
+                    self._on_probed()
+            except Exception:
+                # Whatever an engine answers: it must be asked again.
+                logger.exception("a probe of %s broke", instance.id)
+            pause = self._pause(instance)
+
+    def _pause(self, instance: ProxyInstance) -> float:
+        """Seconds until the next probe."""
+        interval = self._rules.interval_seconds
+        return interval if instance.came_up else min(interval, START_SECONDS)
