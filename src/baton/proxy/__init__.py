@@ -1,6 +1,7 @@
 """The front door's room: one request's way through prefill, hand-off and decode."""
 
 from baton.proxy.app import Proxy, ProxySettings, serve, serve_workers
+from baton.proxy.attempts import Retries
 from baton.proxy.door import read_keys
 from baton.proxy.fleet import Fleet, NoInstance
 from baton.proxy.routing import POLICIES
@@ -15,6 +16,7 @@ __all__ = [
     "NoInstance",
     "Proxy",
     "ProxySettings",
+    "Retries",
     "TracingUnavailable",
     "read_keys",
     "serve",

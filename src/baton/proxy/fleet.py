@@ -49,6 +49,8 @@ class ProxyInstance:
     info: EngineInfo | None = None
     learned: bool = False
     changed: Callable[[], None] = field(default=lambda: None, repr=False, compare=False)
+    on_new_engine: list[Callable[[ProxyInstance], None]] = field(default_factory=list, repr=False, compare=False)
+    _last_engine_id: str | None = field(default=None, repr=False)
     _turn: int = field(default=0, repr=False)
     named: Header = field(init=False, repr=False)
 
@@ -71,6 +73,11 @@ class ProxyInstance:
     def set_info(self, info: EngineInfo | None) -> None:
         """It is *info*."""
         self.info = info
+        if info is not None:
+            before, self._last_engine_id = self._last_engine_id, info.engine_id
+            if before is not None and not info.names(before):
+                for callback in self.on_new_engine:
+                    callback(self)
         self.changed()
 
     def hear(self, params: Mapping[str, Any]) -> None:
@@ -136,6 +143,21 @@ class Fleet:
         if not usable:
             raise NoInstance(role, len(pool))
         return usable
+
+    def may_pair(self, prefill: ProxyInstance, decode: ProxyInstance) -> bool:
+        """Whether *decode* is to be handed what *prefill* has computed."""
+        return True
+
+    def pair_worked(self, prefill: ProxyInstance, decode: ProxyInstance) -> None:
+        """A hand-over from one to the other went well."""
+
+    def pair_failed(self, prefill: ProxyInstance, decode: ProxyInstance, why: str) -> None:
+        """One was handed what the other had computed, and failed before its first byte."""
+
+    def on_new_engine(self, callback: Callable[[ProxyInstance], None]) -> None:
+        """Have *callback* called with an instance that has turned out to be another engine than it was."""
+        for instance in self:
+            instance.on_new_engine.append(callback)
 
     def ready(self) -> bool:
         """Whether each role has a usable instance, and they can hand over."""

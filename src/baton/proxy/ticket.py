@@ -34,17 +34,19 @@ ASK: Mapping[str, Any] = {
 """What a prefill leg carries in the ticket's place: the wish for one (docs/concepts.md, step 3)."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Ticket:
     """A right to pull one request's KV cache, once, while its lease lasts.
 
     Attributes:
         params: vLLM's parameters, opaque.
         given_at: when it was handed out, on the proxy's monotonic clock, in seconds.
+        giver: the id of the instance that gave it; empty for one that is made here.
     """
 
     params: Mapping[str, Any]
     given_at: float
+    giver: str = ""
 
     @classmethod
     def from_answer(cls, answer: Any, now: float) -> Ticket | None:

@@ -1,0 +1,112 @@
+"""Tickets that nobody will use any more: a decode server is handed each and left at once, so that it tells the prefill
+server, which frees the blocks. Nobody else can have them freed before their lease is over."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from baton.cluster import Role
+from baton.http import Buffer, ClientError, Header, Response
+from baton.proxy.answers import ticket_of
+from baton.proxy.errors import ProxyError
+from baton.proxy.fleet import Fleet, NoInstance, ProxyInstance
+from baton.proxy.outstanding import Outstanding
+from baton.proxy.ticket import Ticket
+from baton.proxy.upstream import Upstream
+
+logger = logging.getLogger("baton.proxy")
+
+LINGER_SECONDS = 0.5
+"""How long a decode server may take to notice a request whose client has left. It must: with the ticket in its
+hands it tells the prefill server to free the blocks, also when the request is aborted; nobody else can."""
+LATE_SECONDS = 0.5
+"""How long a prefill server whose client has left is listened to: its answer may be on its way, with a ticket."""
+REACH_SECONDS = 0.5
+"""How long the release of a ticket waits for a connection, before it tries another decode server."""
+
+
+@dataclass(frozen=True, slots=True)
+class Errand:
+    """What a decode server is sent to have a ticket freed: the decode leg of the ticket's request.
+
+    Attributes:
+        headers: of the leg; engines that push find the request by its id.
+        body: the leg's with the ticket, given that.
+        prefill: whose ticket it would be.
+        decode: who is asked first; None for anybody.
+    """
+
+    path: bytes
+    headers: Sequence[Header]
+    body: Callable[[Ticket], Sequence[Buffer]]
+    prefill: ProxyInstance
+    decode: ProxyInstance | None
+
+
+class Releases:
+    """The releases under way of one proxy."""
+
+    def __init__(self, fleet: Fleet, upstream: Upstream, outstanding: Outstanding) -> None:
+        self._fleet = fleet
+        self._upstream = upstream
+        self._outstanding = outstanding
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def start(self, ticket: Ticket, errand: Errand, but: ProxyInstance | None = None) -> None:
+        """Have *ticket*, which no decode server has seen, freed.
+
+        Args:
+            but: a decode server that cannot be reached.
+        """
+        task = asyncio.get_running_loop().create_task(self._release(ticket, errand, but))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def came_late(self, errand: Errand, response: Response, raw: bytes) -> None:
+        """A prefill server has answered though its client had left: it holds blocks if it gave a ticket."""
+        ticket = ticket_of(response.status, raw, time.monotonic())
+        if ticket is not None:
+            self._outstanding.give(ticket, errand.prefill)
+            self.start(ticket, errand)
+
+    async def close(self, seconds: float) -> None:
+        """Wait for those under way, but no longer than *seconds*."""
+        if self._tasks:
+            _, late = await asyncio.wait(self._tasks, timeout=seconds)
+            for task in late:
+                task.cancel()
+            await asyncio.gather(*late, return_exceptions=True)
+
+    async def _release(self, ticket: Ticket, errand: Errand, but: ProxyInstance | None) -> None:
+        body = errand.body(ticket)
+        for instance in in_turn(self._usable(), errand.decode, but):
+            leg = self._upstream.post(instance, errand.path, errand.headers, body, linger_seconds=LINGER_SECONDS)
+            try:
+                async with asyncio.timeout(REACH_SECONDS):
+                    await leg.deliver()
+            except (ProxyError, ClientError, TimeoutError):
+                continue
+            self._outstanding.drop(ticket)
+            return
+        self._outstanding.leave(ticket, errand.prefill)
+        logger.warning(
+            "no decode server can be reached: %s holds the blocks of a ticket until its lease is over",
+            errand.prefill.id,
+        )
+
+    def _usable(self) -> Sequence[ProxyInstance]:
+        try:
+            return self._fleet.usable(Role.DECODE)
+        except NoInstance:
+            return ()
+
+
+def in_turn(
+    usable: Sequence[ProxyInstance], first: ProxyInstance | None, but: ProxyInstance | None
+) -> list[ProxyInstance]:
+    """The decode servers to try, in order: *first* when it is usable, then the rest; never *but*."""
+    return sorted((each for each in usable if each is not but), key=lambda each: each is not first)
