@@ -66,7 +66,8 @@ class Retries:
         Args:
             chance: from 0 to 1, at random.
         """
-        whole = min(self.initial_seconds * self.multiplier**number, self.max_seconds)
+        # Beyond some number it is the limit in any case; a float would overflow.
+        whole = min(self.initial_seconds * self.multiplier ** min(number, 64), self.max_seconds)
         return max(whole * (1 + self.jitter * (2 * chance - 1)), 0.0)
 
 

@@ -353,9 +353,8 @@ def settle(journey: Journey, way: Way, ticket: Ticket | None, leg: Leg, error: B
         return
     assert journey.prefill is not None and journey.decode is not None
     if not leg.sent:
-        reached = isinstance(error, Fault)
         errand = errand_for(journey, (journey.prefill, journey.headers, journey.raw))
-        way.releases.start(ticket, errand, but=journey.decode if reached else None)
+        way.releases.start(ticket, errand, but=journey.decode if cause_of(error) is Cause.CONNECT else None)
         return
     way.outstanding.drop(ticket)
     if not journey.heard and cause_of(error) in OF_THE_TRANSFER:

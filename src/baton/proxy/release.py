@@ -56,6 +56,11 @@ class Releases:
         self._outstanding = outstanding
         self._tasks: set[asyncio.Task[None]] = set()
 
+    @property
+    def under_way(self) -> int:
+        """Tickets that are being given back."""
+        return len(self._tasks)
+
     def start(self, ticket: Ticket, errand: Errand, but: ProxyInstance | None = None) -> None:
         """Have *ticket*, which no decode server has seen, freed.
 
