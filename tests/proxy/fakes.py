@@ -149,6 +149,9 @@ def strict(body: dict[str, Any], role: Role) -> web.Response | None:
 
 
 async def prefill_answer(engine: FakeEngine, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+    if request.transport is None or request.transport.is_closing():
+        # An engine that knows that its client has left keeps nothing.
+        raise asyncio.CancelledError
     samples = (body.get("n") or 1) * (len(body["prompt"]) if isinstance(body.get("prompt"), list) else 1)
     numbers = [engine.ledger.give() for _ in range(samples)]
     ticket = {"do_remote_prefill": True, "remote_engine_id": "p", "remote_block_ids": [numbers[:1]]}
