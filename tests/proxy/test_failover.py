@@ -762,3 +762,17 @@ def test_the_access_log_says_how_often_a_request_was_tried_again(tmp_path: Path)
     first, second = path.read_text().splitlines()
     assert first.endswith(" retries=1") and "prefill=P1 decode=D0" in first
     assert "retries" not in second
+
+
+@pytest.mark.parametrize("fault", [refusing(400), refusing(500), cut])
+def test_a_ticket_that_a_decode_server_did_not_take_when_it_failed_is_freed_through_it(fault: Any) -> None:
+    """Whatever stands before an engine may answer in its place, or cut: then nobody has told the prefill server."""
+
+    async def test(made: House) -> None:
+        made.decode[0].answer = fault
+        made.decode[0].front = True
+        await ask(made)
+        await until(lambda: made.ledger.released == [0])
+        assert made.ledger.pulled == [1] * len(made.decode[1].bodies)
+
+    with_spares(test)

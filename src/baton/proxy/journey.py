@@ -344,20 +344,24 @@ def worked(journey: Journey, way: Way, ticket: Ticket) -> None:
 def settle(journey: Journey, way: Way, ticket: Ticket | None, leg: Leg, error: BaseException) -> None:
     """The decode leg has ended with *error*: see to its ticket, and to who is to blame.
 
-    A decode server that can have seen a ticket has it: either it tells the prefill server, or it is no more and the
-    lease ends by itself. To hand the ticket to another might have blocks read that are somebody else's by then.
+    A ticket that a decode server can have seen is never used again: its blocks may be somebody else's by then. Who was
+    left has noticed that, and tells the prefill server. Who failed may have told it, or may not (it died, something
+    before it answered in its place, or vLLM does not at some endpoints): it is told to free the blocks.
     """
     if isinstance(error, Fault):
         error.at = Role.DECODE
     if ticket is None:
         return
     assert journey.prefill is not None and journey.decode is not None
+    errand = errand_for(journey, (journey.prefill, journey.headers, journey.raw))
     if not leg.sent:
-        errand = errand_for(journey, (journey.prefill, journey.headers, journey.raw))
         way.releases.start(ticket, errand, but=journey.decode if cause_of(error) is Cause.CONNECT else None)
         return
-    way.outstanding.drop(ticket)
-    if not journey.heard and cause_of(error) in OF_THE_TRANSFER:
+    if journey.heard or not isinstance(error, Fault):
+        way.outstanding.drop(ticket)
+        return
+    way.releases.revoke(ticket, errand)
+    if cause_of(error) in OF_THE_TRANSFER:
         way.fleet.pair_failed(journey.prefill, journey.decode, str(error))
 
 

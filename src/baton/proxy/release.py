@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from baton.cluster import Role
 from baton.http import Buffer, ClientError, Header, Response
+from baton.proxy import legs
 from baton.proxy.answers import ticket_of
 from baton.proxy.errors import ProxyError
 from baton.proxy.fleet import Fleet, NoInstance, ProxyInstance
@@ -25,6 +26,9 @@ LINGER_SECONDS = 0.5
 hands it tells the prefill server to free the blocks, also when the request is aborted; nobody else can."""
 LATE_SECONDS = 0.5
 """How long a prefill server whose client has left is listened to: its answer may be on its way, with a ticket."""
+NO_MODEL = "baton-no-such-model"
+"""What a revoked ticket is sent for: see :func:`revocation`."""
+REVOKE_PATH = b"/v1/completions"
 REACH_SECONDS = 0.5
 """How long the release of a ticket waits for a connection, before it tries another decode server."""
 
@@ -71,6 +75,18 @@ class Releases:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
+    def revoke(self, ticket: Ticket, errand: Errand) -> None:
+        """Have *ticket* freed, which a decode server may have seen that failed: nobody may read its blocks any more.
+
+        That server is asked first: whatever it still does with the ticket it has given up by then.
+        """
+        if ticket.pushed:
+            # A prefill server that pushes knows the request by another id than a refusal names: its lease ends.
+            self._outstanding.drop(ticket)
+            return
+        headers = [(name, b"%b~free" % value if name == b"x-request-id" else value) for name, value in errand.headers]
+        self.start(ticket, Errand(REVOKE_PATH, headers, revocation, errand.prefill, errand.decode))
+
     def came_late(self, errand: Errand, response: Response, raw: bytes) -> None:
         """A prefill server has answered though its client had left: it holds blocks if it gave a ticket."""
         ticket = ticket_of(response.status, raw, time.monotonic())
@@ -108,6 +124,16 @@ class Releases:
             return self._fleet.usable(Role.DECODE)
         except NoInstance:
             return ()
+
+
+def revocation(ticket: Ticket) -> Sequence[Buffer]:
+    """A request that a decode server refuses before its engine sees it, whereupon it tells the prefill server.
+
+    For a model that is not there. It must be a request that the API understands (vllm 0.32,
+    entrypoints/generate/base/serving.py, ``_with_kv_transfer_rejection_cleanup``). Nothing is read, so it does no harm
+    for a ticket that was used: the prefill server does not know it any more.
+    """
+    return legs.decode_body(legs.written({"model": NO_MODEL, "prompt": [0], "max_tokens": 1}), ticket)
 
 
 def in_turn(

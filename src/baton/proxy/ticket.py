@@ -65,6 +65,11 @@ class Ticket:
         """The prefill server that gave it, or that it was made for."""
         return self.params.get("remote_engine_id")
 
+    @property
+    def pushed(self) -> bool:
+        """Whether its giver moves the blocks itself (write mode)."""
+        return self.params.get("transfer_mode") == WORDS[TransferMode.WRITE]
+
 
 def push_ticket(info: EngineInfo, rank: int, request_id: str, now: float) -> Ticket:
     """A decode leg's ticket in write mode, made before prefill has answered: to be pushed to by *info*'s *rank*.
