@@ -17,7 +17,7 @@ from baton.proxy.errors import ProxyError
 from baton.proxy.fleet import Fleet, NoInstance, ProxyInstance
 from baton.proxy.outstanding import Outstanding
 from baton.proxy.ticket import Ticket
-from baton.proxy.upstream import Upstream
+from baton.proxy.upstream import Leg, Upstream
 
 logger = logging.getLogger("baton.proxy")
 
@@ -30,7 +30,9 @@ NO_MODEL = "baton-no-such-model"
 """What a revoked ticket is sent for: see :func:`revocation`."""
 REVOKE_PATH = b"/v1/completions"
 REACH_SECONDS = 0.5
-"""How long the release of a ticket waits for a connection, before it tries another decode server."""
+"""How long the release of a ticket waits for a decode server, before it tries another."""
+ROUNDS = 2
+"""How often all of them are tried."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,7 @@ class Errand:
         body: the leg's with the ticket, given that.
         prefill: whose ticket it would be.
         decode: who is asked first; None for anybody.
+        refused: the status that says that it is done, for what is to be refused; None for a leg that is left at once.
     """
 
     path: bytes
@@ -49,6 +52,7 @@ class Errand:
     body: Callable[[Ticket], Sequence[Buffer]]
     prefill: ProxyInstance
     decode: ProxyInstance | None
+    refused: int | None = None
 
 
 class Releases:
@@ -75,17 +79,23 @@ class Releases:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def revoke(self, ticket: Ticket, errand: Errand) -> None:
+    def revoke(self, ticket: Ticket, errand: Errand, *, handed: bool) -> None:
         """Have *ticket* freed, which a decode server may have seen that failed: nobody may read its blocks any more.
 
         That server is asked first: whatever it still does with the ticket it has given up by then.
+
+        Args:
+            handed: whether it was sent this very ticket; in write mode it may have had one that was made before.
         """
         if ticket.pushed:
-            # A prefill server that pushes knows the request by another id than a refusal names: its lease ends.
-            self._outstanding.drop(ticket)
+            # Who pushes knows the request by another id than a refusal would name; its own ticket is good once.
+            if handed:
+                self._outstanding.drop(ticket)
+            else:
+                self.start(ticket, errand)
             return
         headers = [(name, b"%b~free" % value if name == b"x-request-id" else value) for name, value in errand.headers]
-        self.start(ticket, Errand(REVOKE_PATH, headers, revocation, errand.prefill, errand.decode))
+        self.start(ticket, Errand(REVOKE_PATH, headers, revocation, errand.prefill, errand.decode, refused=404))
 
     def came_late(self, errand: Errand, response: Response, raw: bytes) -> None:
         """A prefill server has answered though its client had left: it holds blocks if it gave a ticket."""
@@ -104,15 +114,12 @@ class Releases:
 
     async def _release(self, ticket: Ticket, errand: Errand, but: ProxyInstance | None) -> None:
         body = errand.body(ticket)
-        for instance in in_turn(self._usable(), errand.decode, but):
-            leg = self._upstream.post(instance, errand.path, errand.headers, body, linger_seconds=LINGER_SECONDS)
-            try:
-                async with asyncio.timeout(REACH_SECONDS):
-                    await leg.deliver()
-            except (ProxyError, ClientError, TimeoutError):
-                continue
-            self._outstanding.drop(ticket)
-            return
+        for _ in range(ROUNDS):
+            for instance in in_turn(self._usable(), errand.decode, but):
+                leg = self._upstream.post(instance, errand.path, errand.headers, body, linger_seconds=LINGER_SECONDS)
+                if await told(leg, errand.refused):
+                    self._outstanding.drop(ticket)
+                    return
         self._outstanding.leave(ticket, errand.prefill)
         logger.warning(
             "no decode server can be reached: %s holds the blocks of a ticket until its lease is over",
@@ -124,6 +131,20 @@ class Releases:
             return self._fleet.usable(Role.DECODE)
         except NoInstance:
             return ()
+
+
+async def told(leg: Leg, refused: int | None) -> bool:
+    """Whether a decode server has been told, by *leg*."""
+    try:
+        async with asyncio.timeout(REACH_SECONDS):
+            if refused is None:
+                await leg.deliver()
+                return True
+            async with leg as response:
+                await response.read()
+                return response.status == refused
+    except (ProxyError, ClientError, TimeoutError):
+        return False
 
 
 def revocation(ticket: Ticket) -> Sequence[Buffer]:
