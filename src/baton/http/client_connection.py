@@ -260,7 +260,8 @@ class ClientConnection(asyncio.Protocol):
 
     async def collect(self) -> bytes:
         await self._wait()
-        return self._taken()
+        pieces, self._pieces = self._pieces, []
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def _taken(self) -> bytes:
         """The body so far, which is no longer kept here."""

@@ -54,7 +54,9 @@ class Outstanding:
         """
         if self._max_age is not None:
             return ticket.given_at + self._max_age
-        return ticket.given_at + lease_of(giver) * USABLE
+        # lease_of(), without the call: every request asks
+        info = giver.info
+        return ticket.given_at + (LEASE_SECONDS if info is None else info.lease_seconds) * USABLE
 
     def give(self, ticket: Ticket, giver: ProxyInstance) -> None:
         """*giver* has answered with *ticket*."""
@@ -67,7 +69,8 @@ class Outstanding:
 
     def use(self, ticket: Ticket) -> None:
         """A decode server has what it is good for."""
-        if self._take(ticket):
+        out = self._out.get(ticket.giver)
+        if out is not None and out.pop(id(ticket), None) is not None:
             self.used[ticket.giver] += 1
 
     def drop(self, ticket: Ticket) -> None:
@@ -110,8 +113,10 @@ class Outstanding:
         """Forget tickets whose lease must be over. All are looked at: leases differ in length."""
         now = self._clock()
         for until, ticket in list(self._left.values()):
-            if until <= now and self._take(ticket):
-                self.expired[ticket.giver] += 1
+            if until <= now:
+                if self._take(ticket):
+                    self.expired[ticket.giver] += 1
+                self._left.pop(id(ticket), None)
 
 
 def lease_of(giver: ProxyInstance) -> float:
