@@ -15,6 +15,7 @@ from aiohttp.test_utils import TestServer
 
 from baton.cluster import Endpoint, Role
 from baton.proxy import Proxy, ProxySettings
+from baton.proxy.release import NO_MODEL
 
 Handler = Callable[["FakeEngine", web.Request, dict[str, Any]], Awaitable[web.StreamResponse]]
 
@@ -30,11 +31,13 @@ class Ledger:
         held: given and neither pulled nor released.
         pulled: what decode servers have taken, in order.
         poison: taken though it was not held: a real engine would answer with garbage.
+        released: given up without being taken, in order.
     """
 
     held: set[int] = field(default_factory=set)
     pulled: list[int] = field(default_factory=list)
     poison: list[Any] = field(default_factory=list)
+    released: list[int] = field(default_factory=list)
     numbers: itertools.count[int] = field(default_factory=itertools.count)
 
     def give(self) -> int:
@@ -50,12 +53,20 @@ class Ledger:
             else:
                 self.poison.append(params)
 
+    def release(self, params: dict[str, Any]) -> None:
+        """A decode server tells that it will not come; nothing for what is no longer held."""
+        for number in params["remote_block_ids"][0]:
+            if number in self.held:
+                self.held.remove(number)
+                self.released.append(number)
+
 
 @dataclass
 class FakeEngine:
     """One fake engine. ``answer`` replaces what it does; ``gone`` counts clients that left early.
 
     ``health`` is the status of `/health`, None to hang there, and ``probed`` counts who asked.
+    With ``front`` something before it answers in its place: it takes no KV cache.
     ``about`` is what it says of itself at ``/baton/engine``; None for a stock engine, which doesn't know the question.
     """
 
@@ -67,6 +78,7 @@ class FakeEngine:
     headers: list[dict[str, str]] = field(default_factory=list)
     paths: list[str] = field(default_factory=list)
     gone: int = 0
+    front: bool = False
     about: dict[str, Any] | None = None
     asked: int = 0
     health: int | None = 200
@@ -120,6 +132,10 @@ class FakeEngine:
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         raw = await request.read()
         body = await request.json()
+        if body.get("model") == NO_MODEL:
+            assert self.role is Role.DECODE and request.path == "/v1/completions"
+            self.ledger.release(body["kv_transfer_params"])
+            return web.json_response({"error": {"message": f"there is no {NO_MODEL}"}}, status=404)
         self._note(request)
         self.raws.append(raw)
         self.bodies.append(body)
@@ -127,7 +143,7 @@ class FakeEngine:
         if refused is not None:
             return refused
         params = body.get("kv_transfer_params") or {}
-        if self.role is Role.DECODE and params.get("remote_block_ids"):
+        if self.role is Role.DECODE and params.get("remote_block_ids") and not self.front:
             self.ledger.pull(params)
         try:
             if self.answer is not None:
@@ -155,6 +171,9 @@ def strict(body: dict[str, Any], role: Role) -> web.Response | None:
 
 
 async def prefill_answer(engine: FakeEngine, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+    if request.transport is None or request.transport.is_closing():
+        # An engine that knows that its client has left keeps nothing.
+        raise asyncio.CancelledError
     samples = (body.get("n") or 1) * (len(body["prompt"]) if isinstance(body.get("prompt"), list) else 1)
     numbers = [engine.ledger.give() for _ in range(samples)]
     ticket = {"do_remote_prefill": True, "remote_engine_id": "p", "remote_block_ids": [numbers[:1]]}

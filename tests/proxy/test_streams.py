@@ -137,14 +137,28 @@ def test_a_stream_that_is_whole_passes_byte_for_byte(path: str, first: list[byte
 @pytest.mark.parametrize(("path", "first", "end"), ENDS)
 def test_a_stream_that_ends_early_ends_with_an_error(path: str, first: list[bytes], end: bytes) -> None:
     async def test(made: House) -> None:
-        for pieces in ([*first], [], [*first, end[:-3]], [*first, end[:5]]):
+        for pieces in ([*first], [*first, end[:-3]], [*first, end[:5]]):
             answering(made, pieces)
             raw = await streamed(made, path)
             assert end not in raw and end[:-3] not in raw
             assert "before it was whole" in error_of(raw, path)["message"]
         _, metrics = await made.get("/metrics")
-        assert "baton_stream_errors_total 4.0" in metrics
-        assert f'baton_requests_total{{endpoint="{path}",status="502"}} 4.0' in metrics
+        assert "baton_stream_errors_total 3.0" in metrics
+        assert f'baton_requests_total{{endpoint="{path}",status="502"}} 3.0' in metrics
+
+    with_house(test)
+
+
+@pytest.mark.parametrize("pieces", [[], [b"data: {"], [b'data: {"error": {"message": "as it was", "code": 500}}\n\n']])
+def test_a_stream_that_fails_before_its_first_event_is_a_plain_error(pieces: list[bytes]) -> None:
+    async def test(made: House) -> None:
+        answering(made, pieces)
+        async with made.post({"prompt": "a", "stream": True}) as response:
+            assert response.status == 502
+            assert response.content_type == "application/json"
+            assert (await response.json())["error"]["message"]
+        _, metrics = await made.get("/metrics")
+        assert "baton_stream_errors_total 0.0" in metrics
 
     with_house(test)
 

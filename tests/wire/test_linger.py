@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from baton.http import Origin, Pool, Timeouts
+from baton.http import Origin, Pool, Timeouts, TooLate
 from tests.proxy.fakes import until
 
 HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -154,49 +154,132 @@ def test_without_lingering_who_leaves_cuts_at_once() -> None:
     run(test)
 
 
-def test_who_leaves_while_the_connection_is_made_is_delivered_all_the_same() -> None:
+def test_who_leaves_while_the_connection_is_made_has_sent_nothing() -> None:
     async def test(pool: Pool, seen: Seen) -> None:
-        free, connect = asyncio.Event(), pool.connect
-        waiting = 0
+        never = asyncio.Event()
 
         async def slow() -> object:
-            nonlocal waiting
-            waiting += 1
-            await free.wait()
-            return await connect()
+            return await never.wait()
 
         pool.connect = slow  # type: ignore[method-assign, assignment]
-        asking = asyncio.create_task(ask(pool, 60.0))
-        await until(lambda: waiting == 1)
+        exchange = pool.request(b"POST", b"/", (), (b"body",), linger_seconds=60.0)
+        asking = asyncio.ensure_future(exchange.__aenter__())
+        await asyncio.sleep(0)
         asking.cancel()
-        await until(lambda: waiting == 2)
-        free.set()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        assert not exchange.sent
+        assert seen.requests == []
+
+    run(test)
+
+
+def test_a_request_is_delivered_without_waiting_for_its_answer() -> None:
+    async def test(pool: Pool, seen: Seen) -> None:
+        exchange = pool.request(b"POST", b"/", (), (b"body",), linger_seconds=60.0)
+        await exchange.deliver()
+        assert exchange.sent
         await until(lambda: len(seen.requests) == 1)
         assert seen.requests[0].endswith(b"body")
+        assert seen.cut == 0
         seen.say.put_nowait(HEAD + b"1\r\nx\r\n")
         await until(lambda: seen.cut == 1)
 
     run(test)
 
 
-def test_a_server_that_cannot_be_reached_any_more_is_no_error_of_anybody() -> None:
+def test_a_request_that_had_to_wait_too_long_for_its_connection_is_not_sent_and_the_connection_is_kept() -> None:
     async def test(pool: Pool, seen: Seen) -> None:
-        free = asyncio.Event()
-        connect = pool.connect
+        exchange = pool.request(b"POST", b"/", (), (b"body",))
+        exchange.send_by = 0.0
+        with pytest.raises(TooLate):
+            await exchange.__aenter__()
+        assert not exchange.sent
+        assert (pool.size, pool.busy) == (1, 0)
 
-        async def slow() -> object:
-            await free.wait()
-            return await connect()
+    run(test)
 
-        pool.connect = slow  # type: ignore[method-assign, assignment]
-        asking = asyncio.create_task(ask(pool, 60.0))
-        await asyncio.sleep(0)
+
+ANSWER = b"HTTP/1.1 200 OK\r\ncontent-length: 6\r\n\r\nticket"
+
+
+async def ask_late(pool: Pool, came: list[tuple[int, bytes]], seconds: float = 60.0) -> None:
+    exchange = pool.request(b"POST", b"/", (), (b"body",))
+    exchange.late_seconds, exchange.late = seconds, lambda response, raw: came.append((response.status, raw))
+    async with exchange as response:
+        assert await response.read() == b"ticket"
+
+
+@pytest.mark.parametrize("cut_at", [0, 10, len(ANSWER) - 3])
+def test_an_answer_that_races_with_who_leaves_is_heard_all_the_same(cut_at: int) -> None:
+    async def test(pool: Pool, seen: Seen) -> None:
+        came: list[tuple[int, bytes]] = []
+        asking = asyncio.create_task(ask_late(pool, came))
+        await until(lambda: len(seen.requests) == 1)
+        if cut_at:
+            seen.say.put_nowait(ANSWER[:cut_at])
+            await asyncio.sleep(0.02)
+        # said before the server can see that nobody waits
+        seen.say.put_nowait(ANSWER[cut_at:])
         asking.cancel()
-        await asyncio.sleep(0)
-        pool.close()
-        free.set()
-        for _ in range(10):
-            await asyncio.sleep(0)
-        assert seen.requests == []
+        await until(lambda: came == [(200, b"ticket")])
+        await until(lambda: seen.cut == 1 and pool.size == 0)
+
+    run(test)
+
+
+def test_an_answer_that_is_here_when_its_reader_is_cancelled_is_not_lost() -> None:
+    async def test(pool: Pool, seen: Seen) -> None:
+        came: list[tuple[int, bytes]] = []
+        asking = asyncio.create_task(ask_late(pool, came))
+        await until(lambda: len(seen.requests) == 1)
+        (connection,) = pool._all
+        connection.data_received(ANSWER)
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        assert came == [(200, b"ticket")]
+
+    run(test)
+
+
+def test_who_leaves_and_would_hear_a_late_answer_is_seen_to_have_left_at_once() -> None:
+    async def test(pool: Pool, seen: Seen) -> None:
+        came: list[tuple[int, bytes]] = []
+        asking = asyncio.create_task(ask_late(pool, came))
+        await until(lambda: len(seen.requests) == 1)
+        asking.cancel()
+        await until(lambda: seen.cut == 1)
+        await until(lambda: pool.size == 0)
+        assert came == []
+
+    run(test)
+
+
+def test_an_answer_that_was_read_is_not_heard_twice_and_its_connection_is_kept() -> None:
+    async def test(pool: Pool, seen: Seen) -> None:
+        came: list[tuple[int, bytes]] = []
+        seen.say.put_nowait(ANSWER)
+        await ask_late(pool, came)
+        assert came == []
+        assert (pool.size, pool.busy) == (1, 0)
+
+    run(test)
+
+
+def test_a_server_that_never_answers_is_cut_off_in_time() -> None:
+    async def test(pool: Pool, seen: Seen) -> None:
+        async def stubborn(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            seen.requests.append(b"")
+            await asyncio.sleep(60)
+
+        server = await asyncio.start_server(stubborn, "127.0.0.1", 0)
+        deaf = Pool(Origin("127.0.0.1", server.sockets[0].getsockname()[1]), Timeouts())
+        came: list[tuple[int, bytes]] = []
+        asking = asyncio.create_task(ask_late(deaf, came, 0.05))
+        await until(lambda: len(seen.requests) == 1)
+        asking.cancel()
+        await until(lambda: deaf.size == 0)
+        server.close()
 
     run(test)

@@ -102,3 +102,28 @@ def seconds(text: str) -> float:
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of seconds")
     return value
+
+
+def milliseconds(text: str) -> float:
+    """An argparse type: a number of milliseconds, 0 or more."""
+    return _number(text, 0.0, float("inf"), "a number of milliseconds, 0 or more")
+
+
+def multiplier(text: str) -> float:
+    """An argparse type: a factor of 1 or more."""
+    return _number(text, 1.0, float("inf"), "a factor of 1 or more")
+
+
+def part(text: str) -> float:
+    """An argparse type: a number from 0 to 1."""
+    return _number(text, 0.0, 1.0, "a number from 0 to 1")
+
+
+def _number(text: str, least: float, most: float, what: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = float("nan")
+    if not least <= value <= most or value == float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
+    return value

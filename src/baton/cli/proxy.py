@@ -12,7 +12,7 @@ from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from baton.cli.parser import Failure, Parser, count, count_or_zero, port_number, seconds
+from baton.cli.parser import Failure, Parser, count, count_or_zero, milliseconds, multiplier, part, port_number, seconds
 from baton.cluster import Endpoint, Role, TransferMode
 from baton.http import Limits
 from baton.proxy import (
@@ -23,6 +23,7 @@ from baton.proxy import (
     BreakerRules,
     ProbeRules,
     ProxySettings,
+    Retries,
     TracingUnavailable,
     is_own,
     read_instances,
@@ -149,6 +150,8 @@ def settings_of(args: argparse.Namespace, endpoints: tuple[Endpoint, ...]) -> Pr
         decode_policy=args.decode_policy,
         transfer_mode=None if args.transfer_mode == "auto" else TransferMode(args.transfer_mode),
         request_timeout_seconds=args.request_timeout_secs,
+        retries=retries_of(args),
+        ticket_max_age_seconds=args.ticket_max_age_secs,
         probe_interval_seconds=args.health_check_interval_secs,
         probe_timeout_seconds=args.health_check_timeout_secs,
         probe_failures=args.health_failure_threshold,
@@ -187,6 +190,27 @@ def settings_of(args: argparse.Namespace, endpoints: tuple[Endpoint, ...]) -> Pr
         turn_ttl_seconds=args.turn_ttl_seconds,
         max_turns=args.max_turns,
         client_tickets=args.client_tickets,
+    )
+
+
+def retries_of(args: argparse.Namespace) -> Retries:
+    """How often a request is tried again.
+
+    Raises:
+        Failure: the longest wait is shorter than the first.
+    """
+    if args.retry_max_backoff_ms < args.retry_initial_backoff_ms:
+        raise Failure(
+            f"--retry-max-backoff-ms {args.retry_max_backoff_ms:g} is less than --retry-initial-backoff-ms "
+            f"{args.retry_initial_backoff_ms:g}: it is the limit of what that one grows to",
+            2,
+        )
+    return Retries(
+        0 if args.disable_retries else args.retry_max_retries,
+        args.retry_initial_backoff_ms / 1000,
+        args.retry_max_backoff_ms / 1000,
+        args.retry_backoff_multiplier,
+        args.retry_jitter_factor,
     )
 
 
@@ -316,6 +340,7 @@ def _parser() -> Parser:
         ),
     )
     _engines(parser)
+    _retries(parser)
     _health(parser)
     _listening(parser)
     _keys(parser)
@@ -379,7 +404,8 @@ def _engines(parser: Parser) -> None:
         "--request-timeout-secs",
         type=seconds,
         metavar="S",
-        help="limit for one leg of a request (default: none, a long answer takes long)",
+        help="limit for a request, from its arrival to the last byte of its answer: the line, every attempt, both "
+        "legs, and the stream (default: none, a long answer takes long)",
     )
     group.add_argument(
         "--warm-up",
@@ -469,6 +495,58 @@ def _health(parser: Parser) -> None:
     )
     group.add_argument(
         "--disable-circuit-breaker", action="store_true", help="only probes and refused connections take an engine out"
+    )
+
+
+def _retries(parser: Parser) -> None:
+    usual = Retries()
+    group = parser.add_argument_group(
+        "trying again",
+        "A request that an engine failed, by anything but a refusal of the request, goes to another at once; to the "
+        "same one only when there is no other, after a wait. Never when its client has heard a part of the answer.",
+    )
+    group.add_argument(
+        "--retry-max-retries",
+        type=count_or_zero,
+        default=usual.most,
+        metavar="N",
+        help=f"attempts after the first (default: {usual.most})",
+    )
+    group.add_argument(
+        "--retry-initial-backoff-ms",
+        type=milliseconds,
+        default=usual.initial_seconds * 1000,
+        metavar="MS",
+        help=f"the first wait (default: {usual.initial_seconds * 1000:g})",
+    )
+    group.add_argument(
+        "--retry-max-backoff-ms",
+        type=milliseconds,
+        default=usual.max_seconds * 1000,
+        metavar="MS",
+        help=f"the longest (default: {usual.max_seconds * 1000:g})",
+    )
+    group.add_argument(
+        "--retry-backoff-multiplier",
+        type=multiplier,
+        default=usual.multiplier,
+        metavar="X",
+        help=f"how much longer each is than the one before (default: {usual.multiplier:g})",
+    )
+    group.add_argument(
+        "--retry-jitter-factor",
+        type=part,
+        default=usual.jitter,
+        metavar="X",
+        help=f"by which part of itself a wait is longer or shorter, at random (default: {usual.jitter:g})",
+    )
+    group.add_argument("--disable-retries", action="store_true", help="the same as --retry-max-retries 0")
+    group.add_argument(
+        "--ticket-max-age-secs",
+        type=seconds,
+        metavar="S",
+        help="a ticket older than this is not used, its prompt is computed again (default: two thirds of the prefill "
+        "server's lease)",
     )
 
 

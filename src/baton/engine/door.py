@@ -190,6 +190,7 @@ def about(vllm_config: Any) -> dict[str, Any]:
         "pp_size": parallel.pipeline_parallel_size,
         "dp_size": parallel.data_parallel_size,
         "block_size": vllm_config.cache_config.block_size,
+        "kv_lease_seconds": transfer.get_from_extra_config("kv_lease_duration", 30),
         "bidirectional": bool(transfer.get_from_extra_config("bidirectional_kv_xfer", False)),
     }
 

@@ -5,9 +5,11 @@ from baton.http.client_connection import (
     Broken,
     ClientError,
     ConnectFailed,
+    Late,
     OutOfDescriptors,
     Response,
     TlsFailed,
+    TooLate,
     TooSlow,
 )
 from baton.http.events import EventBuffer, data_of, last_of, split, with_data
@@ -25,6 +27,7 @@ __all__ = [
     "EventBuffer",
     "Exchange",
     "Header",
+    "Late",
     "Limits",
     "Origin",
     "OutOfDescriptors",
@@ -35,6 +38,7 @@ __all__ = [
     "Server",
     "Timeouts",
     "TlsFailed",
+    "TooLate",
     "TooSlow",
     "data_of",
     "last_of",

@@ -7,17 +7,17 @@ import errno
 import ssl
 import time
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 
 from baton.http.client_connection import (
     NEVER,
     ClientConnection,
-    ClientError,
     ConnectFailed,
+    Late,
     OutOfDescriptors,
     Response,
     TlsFailed,
+    TooLate,
     TooSlow,
 )
 from baton.http.messages import Header, head
@@ -73,15 +73,33 @@ class Exchange:
 
     Attributes:
         linger_seconds: may be set until it is left.
+        late: with *late_seconds*: who leaves before the body was read shuts down the sending side only, and an answer
+            that is whole within this time goes here. To be set before it is entered, as *send_by* is.
+        send_by: not to be sent after this moment on the monotonic clock, when it had to wait for a connection.
+        sent: whether the server can have got any of it.
     """
 
-    __slots__ = ("_bodiless", "_connection", "_data", "_pool", "linger_seconds")
+    __slots__ = (
+        "_bodiless",
+        "_connection",
+        "_data",
+        "_pool",
+        "late",
+        "late_seconds",
+        "linger_seconds",
+        "send_by",
+        "sent",
+    )
 
     def __init__(self, pool: Pool, data: Sequence[Buffer], *, bodiless: bool, linger_seconds: float) -> None:
         self._pool = pool
         self._data = data
         self._bodiless = bodiless
         self.linger_seconds = linger_seconds
+        self.late: Late | None = None
+        self.late_seconds = 0.0
+        self.send_by = NEVER
+        self.sent = False
         self._connection: ClientConnection | None = None
 
     async def __aenter__(self) -> Response:
@@ -90,13 +108,12 @@ class Exchange:
         began = 0.0 if times.total is None else time.monotonic()
         connection = pool.take()
         if connection is None:
-            try:
-                connection = await pool.connect()
-            except asyncio.CancelledError:
-                if self.linger_seconds:
-                    pool.deliver_anyway(self._data, self.linger_seconds)
-                raise
+            connection = await pool.connect()
+            if time.monotonic() > self.send_by:
+                pool.give_back(connection)
+                raise TooLate("no connection in time")
         self._connection = connection
+        self.sent = True
         try:
             waiting = connection.send(self._data, bodiless=self._bodiless, busy=pool.busy)
             if times.head is not None or times.total is not None:
@@ -114,13 +131,31 @@ class Exchange:
     def leave(self) -> None:
         """What leaving the block does."""
         assert self._connection is not None
-        if not self._pool.give_back(self._connection):
+        if (self.late is not None and self._connection.unread) or not self._pool.give_back(self._connection):
             self._leave(self._connection)
+
+    async def deliver(self) -> None:
+        """In place of entering it: send the request, on a new connection, and wait for no answer.
+
+        The connection is cut with the first byte of the answer's body, or after :attr:`linger_seconds`.
+
+        Raises:
+            ConnectFailed, TooSlow: nothing was sent.
+        """
+        pool = self._pool
+        connection = await pool.connect()
+        self.sent = True
+        connection.send(self._data, bodiless=self._bodiless).add_done_callback(_heard)
+        connection.linger(self.linger_seconds)
+        pool.watch(connection)
 
     def _leave(self, connection: ClientConnection) -> None:
         """Cut the connection: now, or when the server is sure to have taken the request."""
         if self.linger_seconds and connection.open:
             connection.linger(self.linger_seconds)
+            self._pool.watch(connection)
+        elif self.late is not None:
+            connection.give_up(self.late_seconds, self.late)
             self._pool.watch(connection)
         else:
             connection.close()
@@ -136,7 +171,6 @@ class Pool:
         self._all: set[ClientConnection] = set()
         self._closed = False
         self._outbox = Outbox()
-        self._deliveries: set[asyncio.Task[None]] = set()
         self._watch: asyncio.TimerHandle | None = None
         self._watch_at = NEVER
         self._host = b"host: %b\r\n" % origin.authority
@@ -171,7 +205,7 @@ class Pool:
             body: in pieces, which need not be joined.
             linger_seconds: for a request that the server must get even when nobody waits for its answer any more:
                 who leaves before the first byte of the body cuts the connection only with that byte, or after this
-                time; who leaves while it is being made has the request sent all the same.
+                time. Who leaves while the connection is made has sent nothing, see :attr:`Exchange.sent`.
         """
         size = 0
         for piece in body:
@@ -182,20 +216,6 @@ class Pool:
         # One copy of a little costs less than a second piece.
         data = (b"".join((start, *body)),) if size < JOINED_BYTES else (start, *body)
         return Exchange(self, data, bodiless=method == b"HEAD", linger_seconds=linger_seconds)
-
-    def deliver_anyway(self, data: Sequence[Buffer], linger_seconds: float) -> None:
-        """Send a request for whose answer nobody waits."""
-
-        async def deliver() -> None:
-            with suppress(ClientError):
-                connection = await self.connect()
-                connection.send(data, bodiless=False).add_done_callback(_heard)
-                connection.linger(linger_seconds)
-                self.watch(connection)
-
-        task = asyncio.get_running_loop().create_task(deliver())
-        self._deliveries.add(task)
-        task.add_done_callback(self._deliveries.discard)
 
     def watch(self, connection: ClientConnection) -> None:
         """See to it that *connection* hears when it is overdue.
@@ -231,8 +251,6 @@ class Pool:
         self._closed = True
         if self._watch is not None:
             self._watch.cancel()
-        for task in self._deliveries:
-            task.cancel()
         for connection in list(self._all):
             connection.close()
         self._idle.clear()

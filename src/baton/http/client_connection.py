@@ -23,6 +23,9 @@ HEAD_BYTES = 256 << 10
 
 NEVER = math.inf
 
+Late = Callable[["Response", bytes], None]
+"""Takes a whole answer that came when nobody waited for it any more."""
+
 
 class ClientError(ConnectionError):
     """A request that did not get its whole response."""
@@ -56,6 +59,10 @@ class Broken(ClientError):
 
 class TooSlow(ClientError):
     """A deadline passed."""
+
+
+class TooLate(ClientError):
+    """The moment after which a request was not to be sent had passed; nothing was sent."""
 
 
 class Response:
@@ -154,6 +161,8 @@ class ClientConnection(asyncio.Protocol):
         self._informational = False
         self.paused = False
         self._lingering = False
+        self._status = 0
+        self._late: Late | None = None
 
     @property
     def open(self) -> bool:
@@ -163,6 +172,11 @@ class ClientConnection(asyncio.Protocol):
     def reusable(self) -> bool:
         """Whether the next request can use it: the last response is whole and the peer keeps it open."""
         return self._complete and self._keep_alive and self.open
+
+    @property
+    def unread(self) -> bool:
+        """Whether a whole answer is here that nobody has taken."""
+        return self._complete and bool(self._pieces)
 
     def send(self, data: Sequence[Buffer], *, bodiless: bool, busy: int = 0) -> asyncio.Future[Response]:
         """Send one request; the future gives the response once its head is in.
@@ -200,6 +214,25 @@ class ClientConnection(asyncio.Protocol):
         self.resume()
         self.due = time.monotonic() + seconds
 
+    def give_up(self, seconds: float, late: Late) -> None:
+        """Have the server see that nobody waits, and yet hear an answer that is on its way already.
+
+        The sending side is shut down, which servers take for a client that left; the connection is cut when theirs
+        is, or after *seconds*. An answer that is whole by then is given to *late*.
+        """
+        if self._complete:
+            if self._error is None and self._pieces:
+                late(Response(self, self._status, self._headers), self._taken())
+            self.close()
+        elif self._transport is not None and self.open and self._transport.can_write_eof():
+            self._outbox.flush()
+            self._transport.write_eof()
+            self._late = late
+            self.resume()
+            self.due = time.monotonic() + seconds
+        else:
+            self.close()
+
     def limit(self, head_seconds: float | None, total_seconds: float | None, since: float) -> None:
         """Give the request just sent no more than these times, each None for any.
 
@@ -213,7 +246,7 @@ class ClientConnection(asyncio.Protocol):
 
     def overdue(self) -> None:
         """What was awaited until :attr:`due` did not come."""
-        if self._lingering:
+        if self._lingering or self._late is not None:
             self.close()
         elif not self._headed and self._head_seconds is not None and self.due < self._total_at:
             self._fail(TooSlow(f"no answer within {self._head_seconds} s"))
@@ -230,6 +263,11 @@ class ClientConnection(asyncio.Protocol):
         pieces, self._pieces = self._pieces, []
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
+    def _taken(self) -> bytes:
+        """The body so far, which is no longer kept here."""
+        pieces, self._pieces = self._pieces, []
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
     async def feed(self, sink: Callable[[bytes], None]) -> None:
         self._sink = sink
         try:
@@ -241,8 +279,7 @@ class ClientConnection(asyncio.Protocol):
     def _flush(self) -> None:
         """Hand the sink what has come since, in one piece."""
         if self._pieces and self._sink is not None:
-            pieces, self._pieces = self._pieces, []
-            self._sink(pieces[0] if len(pieces) == 1 else b"".join(pieces))
+            self._sink(self._taken())
 
     async def _wait(self) -> None:
         if self._error is not None:
@@ -341,9 +378,10 @@ class ClientConnection(asyncio.Protocol):
         if self._informational:
             return
         self._headed = True
+        self._status = status
         self._undigested = 0
         self._keep_alive = self._parser.should_keep_alive()
-        if not self._lingering:
+        if not self._lingering and self._late is None:
             self.due = self._total_at
         if self._head is not None and not self._head.done():
             self._head.set_result(Response(self, status, self._headers))
@@ -374,6 +412,9 @@ class ClientConnection(asyncio.Protocol):
         if self._end is not None and not self._end.done():
             self._end.set_result(None)
         if self._lingering:
+            self.close()
+        elif self._late is not None:
+            self._late(Response(self, self._status, self._headers), self._taken())
             self.close()
 
     def _check_coding(self, value: bytes) -> None:

@@ -1,6 +1,7 @@
 """The front door's room: one request's way through prefill, hand-off and decode."""
 
 from baton.proxy.app import Proxy, ProxySettings, serve, serve_workers
+from baton.proxy.attempts import Retries
 from baton.proxy.breaker import BreakerRules, ProbeRules
 from baton.proxy.door import read_keys
 from baton.proxy.fleet import Fleet, NoInstance
@@ -22,6 +23,7 @@ __all__ = [
     "ProbeRules",
     "Proxy",
     "ProxySettings",
+    "Retries",
     "TracingUnavailable",
     "is_own",
     "read_instances",

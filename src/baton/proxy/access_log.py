@@ -43,18 +43,20 @@ class AccessLog:
         prefill: str = "-",
         decode: str = "-",
         first_event_seconds: float = 0.0,
+        retries: int = 0,
     ) -> None:
-        """One request; *first_event_seconds* is 0 for what was no stream."""
+        """One request; *first_event_seconds* is 0 for what was no stream, *retries* for what did at first."""
         now = time.time()
         second = int(now)
         if second != self._second:
             self._second = second
             self._stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(second))
+        again = f" retries={retries}" if retries else ""
         first = f" ttft={first_event_seconds:.4f}" if first_event_seconds else ""
         try:
             self._stream.write(
                 f"{self._stamp}.{int((now - second) * 1000):03d}Z {method} {_shown(path)} {status} {seconds:.4f}"
-                f" id={request_id} prefill={prefill} decode={decode}{first}\n"
+                f" id={request_id} prefill={prefill} decode={decode}{first}{again}\n"
             )
         except OSError as error:
             self._lost(error)

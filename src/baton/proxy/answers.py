@@ -49,6 +49,16 @@ def failed(raw: bytes) -> bool:
     return suspicious(raw) and _FAILED.search(raw) is not None
 
 
+def ticket_of(status: int, raw: bytes, now: float) -> Ticket | None:
+    """The ticket in a prefill server's whole answer, if it gave one."""
+    if status != 200:
+        return None
+    try:
+        return Ticket.from_answer(orjson.loads(raw), now)
+    except orjson.JSONDecodeError:
+        return None
+
+
 def suspicious(raw: bytes) -> bool:
     """Whether an answer can speak of a failure."""
     return raw.find(b'"error"') >= 0 or raw.find(b'"abort"') >= 0
@@ -120,9 +130,9 @@ class Correction:
         try:
             answer = orjson.loads(raw)
         except orjson.JSONDecodeError as error:
-            raise ProxyError(502, "the decode server's answer is not JSON") from error
+            raise ProxyError(502, "the decode server's answer is not JSON", retry=True) from error
         if not isinstance(answer, dict):
-            raise ProxyError(502, "the decode server's answer is not a JSON object")
+            raise ProxyError(502, "the decode server's answer is not a JSON object", retry=True)
         return self.put_right(answer)
 
     def run(self, run: bytes) -> tuple[bytes, bytes | None]:
@@ -184,7 +194,7 @@ def says_nothing(event: Mapping[str, Any]) -> bool:
 
 
 def generation_failed() -> ProxyError:
-    return ProxyError(502, "the decode server failed while it generated the answer")
+    return ProxyError(502, "the decode server failed while it generated the answer", retry=True)
 
 
 def cached_of(answer: Mapping[str, Any], style: Style) -> int | None:

@@ -24,20 +24,24 @@ from baton.proxy import legs
 from baton.proxy.access_log import AccessLog
 from baton.proxy.admin import ADMIN, OPEN, by_first, instance_routes, routes, worker_routes
 from baton.proxy.admission import Gate
+from baton.proxy.attempts import Retries
 from baton.proxy.beat import Beats
 from baton.proxy.breaker import USUAL_BREAKER, BreakerRules, ProbeRules
 from baton.proxy.client_tickets import Signer
+from baton.proxy.deadlines import Deadlines
 from baton.proxy.deliver import ToClient
 from baton.proxy.door import Keys, Origins, carried, decode_rank
 from baton.proxy.errors import JSON, ProxyError, StreamFailed, error_event
 from baton.proxy.fleet import Fleet, NoInstance, ProxyInstance
 from baton.proxy.health import Watch
-from baton.proxy.journey import EngineRefusal, Journey, State, Times, Way, prefill_alone
+from baton.proxy.journey import EngineRefusal, Journey, State, Times, Way
 from baton.proxy.legs import Rules, Style
 from baton.proxy.members import FLEET_PATH, Members
 from baton.proxy.memory import settle_memory
 from baton.proxy.metrics import Metrics
-from baton.proxy.modes import run_several, run_single, turn_of
+from baton.proxy.modes import run_prefill_alone, run_several, run_single, turn_of
+from baton.proxy.outstanding import Outstanding
+from baton.proxy.release import Releases
 from baton.proxy.routing import POLICIES, Picker
 from baton.proxy.samples import parts
 from baton.proxy.tracing import Tracer
@@ -48,6 +52,8 @@ from baton.proxy.workers import Alive, Peers, Worker, Workers, watch_parent
 
 logger = logging.getLogger("baton.proxy")
 
+RELEASE_SECONDS = 1.0
+"""How long a stop waits for decode servers to be told of tickets that nobody will use."""
 LEFT = 499
 """The status that is counted for a request whose client left before its answer was whole."""
 # Request ids: random for each start, then counted; a random number each would cost a system call.
@@ -67,7 +73,9 @@ class ProxySettings:
         policy: how an instance is chosen, by name, in both pools.
         prefill_policy, decode_policy: in one pool; None as *policy*.
         transfer_mode: what the engines must be; None asks them.
-        request_timeout_seconds: for one leg; None has no limit.
+        request_timeout_seconds: for a request, from its arrival to the last byte of its answer; None has no limit.
+        retries: how often a request that an engine failed is tried again.
+        ticket_max_age_seconds: how old a ticket may be when a decode server gets it; None goes by its lease.
         probe_interval_seconds, probe_timeout_seconds: between two probes of an instance, and for one.
         probe_failures, probe_successes: in a row that take an instance out, and in again.
         probe_path: what is asked for.
@@ -109,6 +117,8 @@ class ProxySettings:
     decode_policy: str | None = None
     transfer_mode: TransferMode | None = None
     request_timeout_seconds: float | None = None
+    retries: Retries = field(default_factory=Retries)
+    ticket_max_age_seconds: float | None = None
     probe_interval_seconds: float = ProbeRules.interval_seconds
     probe_timeout_seconds: float = ProbeRules.timeout_seconds
     probe_failures: int = ProbeRules.failures
@@ -172,15 +182,24 @@ class Proxy:
             signer = Signer() if settings.client_tickets else None
             self.turns = TurnStore(settings.turn_ttl_seconds, settings.max_turns, signer)
         tracer = Tracer(settings.otlp_endpoint) if settings.otlp_endpoint is not None else None
+        upstream = Upstream(self.fleet, settings.request_timeout_seconds, settings.engine_tls, probes)
+        outstanding = Outstanding(settings.ticket_max_age_seconds)
+        self.fleet.on_new_engine(outstanding.void)
+        self.fleet.held = lambda instance: outstanding.count(instance.id)
         self.way = Way(
             self.fleet,
-            Upstream(self.fleet, settings.request_timeout_seconds, settings.engine_tls, probes),
+            upstream,
             Picker(POLICIES[settings.prefill_policy or settings.policy]()),
             Picker(POLICIES[settings.decode_policy or settings.policy]()),
-            Metrics(self.fleet, gate, self.turns),
+            Metrics(self.fleet, gate, self.turns, outstanding),
             gate,
+            outstanding,
+            Releases(self.fleet, upstream, outstanding),
+            settings.retries,
             tracer,
         )
+        limit = settings.request_timeout_seconds
+        self._deadlines = None if limit is None else Deadlines(limit)
         self._peers = Peers(settings.other_workers)
         self._engine_key = settings.engine_api_key.encode() if settings.engine_api_key else None
         self._warm_up = self._warming() if settings.warm_up else None
@@ -255,6 +274,9 @@ class Proxy:
             await self._warm_up.close()
         await self._server.close(grace_seconds)
         await self._to_workers.close()
+        await self.way.releases.close(RELEASE_SECONDS)
+        if self._deadlines is not None:
+            self._deadlines.close()
         self._peers.close()
         self.way.upstream.close()
         if self._access_log is not None:
@@ -340,9 +362,14 @@ class Proxy:
         if way.tracer is not None:
             journey.span = way.tracer.request(request)
         status, failure = LEFT, None
-        self._open[journey.request_id] = journey
+        # A further attempt has another id.
+        first_id = journey.request_id
+        self._open[first_id] = journey
         try:
-            await self._travel(journey, responder)
+            if self._deadlines is None:
+                await self._travel(journey, responder)
+            else:
+                await self._travel_in_time(journey, responder, self._deadlines)
             journey.state, status = State.DONE, 200
         except asyncio.CancelledError:
             way.metrics.cancelled.inc(journey.state)
@@ -356,7 +383,7 @@ class Proxy:
             status = tell(error, responder, journey.answer_head([]), [], rules.style)
             journey.state = State.FAILED
         finally:
-            del self._open[journey.request_id]
+            del self._open[first_id]
             if journey.admitted:
                 way.gate.leave()
             if journey.beat is not None:
@@ -365,9 +392,28 @@ class Proxy:
             way.metrics.request(request.path, status, seconds)
             way.metrics.split(times)
             if journey.span is not None:
-                journey.span.end_request(status, journey.prefill, journey.decode, failure)
+                journey.span.end_request(status, journey.prefill, journey.decode, failure, journey.retries)
             if self._access_log is not None:
                 self._log(journey, status, seconds)
+
+    async def _travel_in_time(self, journey: Journey, responder: Responder, deadlines: Deadlines) -> None:
+        """The same within the whole time that a request may take: the line, every attempt, both legs, and the stream.
+
+        What is over ends as if its client had left, so that nothing is left behind.
+
+        Raises:
+            ProxyError: 504, it took too long; or as :meth:`_travel`.
+        """
+        deadline = deadlines.start(journey.times.arrived)
+        journey.due = deadline.at
+        try:
+            await self._travel(journey, responder)
+        except asyncio.CancelledError as error:
+            if not deadline.over or deadline.task.uncancel():
+                raise
+            raise ProxyError(504, late(journey.state)) from error
+        finally:
+            deadlines.stop(deadline)
 
     async def _travel(self, journey: Journey, responder: Responder) -> None:
         """Read, admit, and go the way that the body asks for.
@@ -396,7 +442,7 @@ class Proxy:
 
         # prefill, hand off, decode
         if legs.generates_nothing(journey.body, journey.rules):
-            answer = await prefill_alone(journey, way)
+            answer = await run_prefill_alone(journey, way)
             responder.send(200, journey.answer_head(answer.headers), answer.body)
         elif len(made) > 1:
             await run_several(journey, made, way, responder)
@@ -430,6 +476,7 @@ class Proxy:
             prefill=journey.prefill.id if journey.prefill is not None else "-",
             decode=journey.decode.id if journey.decode is not None else "-",
             first_event_seconds=times.first_event - times.arrived if times.first_event else 0.0,
+            retries=journey.retries,
         )
 
     def _look(self) -> None:
@@ -457,6 +504,16 @@ def awaits(journey: Journey, instance: ProxyInstance) -> bool:
     if not journey.admitted or journey.state in (State.DECODING, State.STREAMING):
         return False
     return journey.decode is instance or (journey.prefill is None and journey.decode is None)
+
+
+def late(state: State) -> str:
+    """What the client is told of a request whose whole time was over in *state*."""
+    match state:
+        case State.RECEIVED | State.ADMITTED:
+            return "the request took too long"
+        case State.PREFILLING:
+            return "the prefill server took too long"
+    return "the decode server took too long"
 
 
 def read_body(request: Request, said: dict[str, Any] | None = None) -> tuple[dict[str, object], bytes]:

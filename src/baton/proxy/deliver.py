@@ -29,8 +29,9 @@ def is_stream(response: Response) -> bool:
 class ToClient:
     """Delivers the one answer of a request.
 
-    An answer in one piece is sent when all of it is here. A stream is begun at once and passes in callbacks; a slow
-    client holds the engine back.
+    An answer in one piece is sent when all of it is here. A stream is begun with its first event, since until then
+    another decode server may still take the request over; it passes in callbacks, and a slow client holds the engine
+    back.
     """
 
     def __init__(self, way: Way, responder: Responder) -> None:
@@ -51,10 +52,15 @@ class ToClient:
             body = correction.whole(answer.body)
             responder.send(200, journey.answer_head(answer.headers), body)
             return
-        if not responder.started:
-            responder.start(200, journey.answer_head(passed_headers(response)))
-        journey.state = State.STREAMING
-        passage = Passage(responder.write, correction, journey.rules, self._way.metrics)
+
+        def begin(run: bytes, /, *, last: bool) -> None:
+            begun(journey, self._way)
+            if not responder.started:
+                responder.start(200, journey.answer_head(passed_headers(response)))
+            passage.write = responder.write
+            responder.write(run, last=last)
+
+        passage = Passage(begin, correction, journey.rules, self._way.metrics)
         if journey.beat is not None:
             journey.beat.source = passage
         pause = response.pause if journey.turn is None else _held_back(response, journey.turn)
@@ -64,9 +70,17 @@ class ToClient:
         try:
             await feed(response, passage)
         finally:
-            journey.times.first_event = passage.first_at
+            journey.times.first_event = passage.first_at if journey.heard else 0.0
         passage.close()
         responder.end()
+
+
+def begun(journey: Journey, way: Way) -> None:
+    """The client is about to get the first of the answer: the KV cache was moved, and nothing can be tried again."""
+    journey.state = State.STREAMING
+    journey.heard = True
+    if journey.ticket is not None:
+        way.outstanding.use(journey.ticket)
 
 
 def _held_back(response: Response, turn: Turn) -> Callable[[], None]:
@@ -122,6 +136,7 @@ class Joined:
         self._weaver = Weaver(made)
         self._answers: list[dict[str, Any] | None] = [None] * len(made)
         self._streams: list[Response] = []
+        self._headed: set[int] = set()
         self._all_heads = asyncio.Event()
         self.last_at = 0.0
         if journey.beat is not None:
@@ -145,20 +160,30 @@ class Joined:
         # Nothing is read on until all have begun; what is here already waits.
         response.pause()
         self._streams.append(response)
-        if len(self._streams) == len(self._made):
-            self._begin(response)
-        await self._all_heads.wait()
-        if not self._responder.paused:
-            response.resume()
+        self._headed.add(place)
 
-        def write(run: bytes, *, last: bool) -> None:
+        def write(run: bytes, /, *, last: bool) -> None:
+            if not journey.heard:
+                begun(journey, self._way)
             self._write(place, run)
 
         passage = Passage(write, correction, journey.rules, self._way.metrics)
-        await feed(response, passage)
-        passage.close()
+        try:
+            if len(self._headed) == len(self._made):
+                self._begin(response)
+            await self._all_heads.wait()
+            if not self._responder.paused:
+                response.resume()
+            await feed(response, passage)
+            passage.close()
+        except BaseException:
+            if not journey.heard:
+                # Tried again, it has to come to its head again.
+                self._headed.discard(place)
+            raise
+        finally:
+            self._streams.remove(response)
         self._journey.times.first_event = self._journey.times.first_event or passage.first_at
-        self._streams.remove(response)
 
     def finish(self) -> None:
         """All parts are there: the end, or the whole answer.

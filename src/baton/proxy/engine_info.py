@@ -5,6 +5,7 @@ A Baton engine says it at ``GET /baton/engine``; of a stock one as much is known
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,6 +21,9 @@ WORDS: Mapping[TransferMode, str] = {TransferMode.READ: "pull", TransferMode.WRI
 _MODES: Mapping[Any, TransferMode] = {word: mode for mode, word in WORDS.items()}
 
 _RANK = re.compile(r"_dp\d+$")
+
+LEASE_SECONDS = 30.0
+"""vLLM's own (0.32, nixl/base_scheduler.py, ``kv_lease_duration``), for engines that do not say theirs."""
 
 
 class BadEngineInfo(ValueError):
@@ -37,6 +41,7 @@ class EngineInfo:
         tp_size, pp_size, dp_size: ranks in tensor, pipeline and data parallelism.
         kv_role: vLLM's word for its role; None when that is unknown.
         bidirectional: whether it keeps a turn's KV cache for the next one.
+        lease_seconds: how long it keeps the blocks of a ticket that nobody renews.
     """
 
     engine_id: str
@@ -48,6 +53,7 @@ class EngineInfo:
     dp_size: int = 1
     kv_role: str | None = None
     bidirectional: bool = False
+    lease_seconds: float = LEASE_SECONDS
 
     @classmethod
     def parse(cls, raw: bytes) -> EngineInfo | None:
@@ -77,6 +83,7 @@ class EngineInfo:
             _count(said, "dp_size", 1),
             said.get("role"),
             bool(said.get("bidirectional")),
+            _seconds(said, "kv_lease_seconds", LEASE_SECONDS),
         )
 
     @classmethod
@@ -148,3 +155,12 @@ def _count(said: Mapping[str, Any], key: str, default: int | None = None) -> int
     if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 65536:
         raise BadEngineInfo(f"{key} is {value!r}, not a number from 1 to 65535")
     return value
+
+
+def _seconds(said: Mapping[str, Any], key: str, default: float) -> float:
+    value = said.get(key)
+    if value is None:
+        return default
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+        raise BadEngineInfo(f"{key} is {value!r}, not a number of seconds")
+    return float(value)

@@ -6,6 +6,7 @@ from typing import Any
 
 import orjson
 
+from baton.cluster import Role
 from baton.http import Header
 from baton.proxy.legs import Style
 
@@ -30,7 +31,17 @@ _ANTHROPIC_TYPES = {
 }
 
 
-class ProxyError(Exception):
+class Fault(Exception):
+    """What ends one attempt at a request.
+
+    Attributes:
+        at: the role of the engine that it is of; None when it is of none.
+    """
+
+    at: Role | None = None
+
+
+class ProxyError(Fault):
     """An answer in place of the engine's.
 
     Attributes:
@@ -39,6 +50,7 @@ class ProxyError(Exception):
         param: the field of the body at fault.
         retry_after: seconds after which another try makes sense.
         allow: the methods that the path has.
+        retry: whether another instance may do it.
     """
 
     def __init__(
@@ -49,6 +61,7 @@ class ProxyError(Exception):
         param: str | None = None,
         retry_after: int | None = None,
         allow: str | None = None,
+        retry: bool = False,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -56,6 +69,7 @@ class ProxyError(Exception):
         self.param = param
         self.retry_after = retry_after
         self.allow = allow
+        self.retry = retry
 
     def body(self, style: Style = Style.OPENAI) -> bytes:
         return orjson.dumps(error_object(self.status, self.message, self.param, style))
@@ -75,7 +89,7 @@ class ProxyError(Exception):
         return error_event(self.body(style), style)
 
 
-class StreamFailed(Exception):
+class StreamFailed(Fault):
     """A stream that its engine ended with an error.
 
     Attributes:
@@ -85,6 +99,16 @@ class StreamFailed(Exception):
     def __init__(self, body: bytes) -> None:
         super().__init__("the engine ended its stream with an error")
         self.body = body
+
+    @property
+    def code(self) -> int:
+        """The HTTP status that the error names; 500 when it names none."""
+        try:
+            said = orjson.loads(self.body)
+            code = said["error"]["code"]
+        except (orjson.JSONDecodeError, KeyError, TypeError):
+            return 500
+        return code if isinstance(code, int) and 400 <= code < 600 else 500
 
 
 def error_event(body: bytes, style: Style) -> bytes:

@@ -2,30 +2,36 @@
 
 States: RECEIVED, ADMITTED, PREFILLING, HANDED_OFF, DECODING, STREAMING, then DONE, FAILED or
 CANCELLED. In HANDED_OFF blocks are pinned on the prefill server; the way out is DECODING, since
-a decode server that has the ticket frees them, also when its request is aborted. In write mode the
-decode leg is under way from PREFILLING on.
+a decode server that has the ticket frees them, also when its request is aborted; for a ticket that none has got
+`release.py` finds one. In write mode the decode leg is under way from PREFILLING on. Before STREAMING a failure may
+take a request back to ADMITTED, to be tried again with other instances (`modes/failover.py`).
 """
 
 from __future__ import annotations
 
 import enum
 import logging
+import math
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import orjson
 
 from baton.cluster import Role
-from baton.http import Buffer, Header, Request, Response
+from baton.http import Broken, Buffer, ConnectFailed, Header, Request, Response, TooLate, TooSlow
 from baton.proxy import legs
 from baton.proxy.admission import Gate
 from baton.proxy.answers import Correction, Prefilled, failed
+from baton.proxy.attempts import OF_THE_TRANSFER, Attempts, Cause, Retries, cause_of_status
 from baton.proxy.beat import Beat
-from baton.proxy.errors import ProxyError
+from baton.proxy.errors import Fault, ProxyError, StreamFailed
 from baton.proxy.fleet import Fleet, ProxyInstance
 from baton.proxy.metrics import Metrics
+from baton.proxy.outstanding import Outstanding
+from baton.proxy.release import LATE_SECONDS, LINGER_SECONDS, Errand, Releases
 from baton.proxy.routing import Policy
 from baton.proxy.samples import Part
 from baton.proxy.ticket import ASK, Ticket
@@ -35,9 +41,17 @@ from baton.proxy.upstream import Answer, Leg, Upstream, read_answer, read_body
 
 logger = logging.getLogger("baton.proxy")
 
-LINGER_SECONDS = 0.5
-"""How long a decode server may take to notice a request whose client has left. It must: with the ticket in its
-hands it tells the prefill server to free the blocks, also when the request is aborted; nobody else can."""
+
+NO_RETRIES = Retries(most=0)
+Sent = tuple[ProxyInstance, list[Header], bytes]
+"""A prefill leg that went out: to whom, with which headers, and the request's body as it was then."""
+# What a leg says went wrong, by the exception behind it.
+_CAUSES: Sequence[tuple[type[Exception], Cause]] = (
+    (ConnectFailed, Cause.CONNECT),
+    (TooLate, Cause.STALE),
+    (TooSlow, Cause.TOO_SLOW),
+    (Broken, Cause.BROKE),
+)
 
 
 class State(enum.StrEnum):
@@ -90,7 +104,7 @@ class Journey:
         answer_headers: what the client's answer carries in any case.
         decode_headers: what the decode leg alone carries.
         times: when it passed each mark.
-        state: where it is; never goes back.
+        state: where it is.
         prefill, decode: the instances, once they are chosen.
         on_prefilled: called when the prefill leg is answered.
         span: of the whole request.
@@ -98,6 +112,11 @@ class Journey:
         named: whether the answer says which instances made it.
         admitted: it holds a place behind the gate.
         turn: its conversation's; None when turns are off or it has none.
+        due: when its whole time is over, on the monotonic clock.
+        attempts: what failed it; None while nothing has.
+        retries: attempts after the first, those of its parts included.
+        ticket: of this attempt, once the prefill server has given it.
+        heard: whether the client has got a part of the answer: from then on nothing can be tried again.
     """
 
     request: Request
@@ -118,6 +137,11 @@ class Journey:
     named: bool = True
     admitted: bool = False
     turn: Turn | None = None
+    due: float = math.inf
+    attempts: Attempts | None = None
+    retries: int = 0
+    ticket: Ticket | None = None
+    heard: bool = False
 
     def part(self, part: Part) -> Journey:
         """The journey of one part of it, with an id of its own."""
@@ -135,7 +159,13 @@ class Journey:
             self.times,
             self.decode_headers,
             span=self.span,
+            due=self.due,
         )
+
+    def renamed(self, request_id: bytes) -> None:
+        """Both legs carry *request_id* from now on: no engine may take one attempt for another."""
+        self.request_id = request_id
+        self.headers = [(name, request_id if name == b"x-request-id" else value) for name, value in self.headers]
 
     def answer_head(self, engines: list[Header]) -> list[Header]:
         """Headers of an engine's answer to the client, with the instances used."""
@@ -156,6 +186,9 @@ class Way:
     Attributes:
         prefill_policy, decode_policy: each pool's own.
         gate: admits requests.
+        outstanding: the tickets that are out.
+        releases: what frees those that nobody will use.
+        retries: how often a request is tried again.
         tracer: None when nobody wants spans.
     """
 
@@ -165,10 +198,13 @@ class Way:
     decode_policy: Policy
     metrics: Metrics
     gate: Gate
+    outstanding: Outstanding
+    releases: Releases
+    retries: Retries = NO_RETRIES
     tracer: Tracer | None = None
 
 
-class EngineRefusal(Exception):
+class EngineRefusal(Fault):
     """An engine answered with an error, which is the client's answer as it is."""
 
     def __init__(self, answer: Answer) -> None:
@@ -190,14 +226,22 @@ def choose(journey: Journey, way: Way) -> None:
         NoInstance: a pool has none.
     """
     prefills, decodes = way.fleet.usable(Role.PREFILL), way.fleet.usable(Role.DECODE)
+    if journey.attempts is not None:
+        prefills, decodes = (untried(usable, journey.attempts.failed) or usable for usable in (prefills, decodes))
     if journey.prefill is None or journey.prefill not in prefills:
         journey.prefill = way.prefill_policy.pick(prefills)
-    journey.decode = way.decode_policy.pick(decodes)
+    if journey.decode is None or journey.decode not in decodes:
+        journey.decode = way.decode_policy.pick(decodes)
     if not way.fleet.may_pair(journey.prefill, journey.decode):
-        others = [each for each in decodes if way.fleet.may_pair(journey.prefill, each)]
-        if others:
-            journey.decode = way.decode_policy.pick(others)
+        decodes = [each for each in decodes if way.fleet.may_pair(journey.prefill, each)]
+        if decodes:
+            journey.decode = way.decode_policy.pick(decodes)
     journey.state = State.ADMITTED
+
+
+def untried(usable: Sequence[ProxyInstance], failed: Container[str]) -> Sequence[ProxyInstance]:
+    """Those that have not *failed* a request, by id."""
+    return [each for each in usable if each.id not in failed]
 
 
 def open_leg(
@@ -231,23 +275,32 @@ async def prefill(journey: Journey, way: Way, ask: Mapping[str, Any] = ASK, adde
     assert instance is not None
     journey.state = State.PREFILLING
     body = legs.written(legs.prefill_leg(journey.body, journey.rules, ask))
-    times.prefill_sent = time.monotonic()
-    async with open_leg(journey, way, instance, (body,), added=added) as response:
-        # Read to the end, also of a refusal: only then can the connection be used again.
-        if response.status != 200:
-            raise EngineRefusal(await read_answer(response))
-        raw = await read_body(response)
-    times.prefilled = time.monotonic()
-    if failed(raw):
-        raise ProxyError(502, "the prefill server failed while it computed the prompt")
+    if not times.prefill_sent:
+        # Whatever failed before it is a part of the prefill leg too.
+        times.prefill_sent = time.monotonic()
+    leg = open_leg(journey, way, instance, (body,), added=added)
+    leg.hear_late(LATE_SECONDS, partial(came_late, journey, way, (instance, journey.headers, journey.raw)))
     try:
-        value = orjson.loads(raw)
-    except orjson.JSONDecodeError as error:
-        raise ProxyError(502, "the prefill server's answer is not JSON") from error
-    ticket = Ticket.from_answer(value, times.prefilled)
+        async with leg as response:
+            # Read to the end, also of a refusal: only then can the connection be used again.
+            if response.status != 200:
+                raise EngineRefusal(await read_answer(response))
+            raw = await read_body(response)
+        times.prefilled = time.monotonic()
+        if failed(raw):
+            raise ProxyError(502, "the prefill server failed while it computed the prompt", retry=True)
+        try:
+            value = orjson.loads(raw)
+        except orjson.JSONDecodeError as error:
+            raise ProxyError(502, "the prefill server's answer is not JSON", retry=True) from error
+    except Fault as fault:
+        fault.at = Role.PREFILL
+        raise
+    journey.ticket = ticket = Ticket.from_answer(value, times.prefilled)
     if ticket is not None:
         journey.state = State.HANDED_OFF
         instance.hear(ticket.params)
+        way.outstanding.give(ticket, instance)
     if journey.on_prefilled is not None:
         journey.on_prefilled()
     return Prefilled(ticket, value if isinstance(value, dict) else {})
@@ -260,29 +313,88 @@ async def decode(journey: Journey, way: Way, prefilled: Prefilled, deliver: Deli
         EngineRefusal: the server answered with an error.
         ProxyError: it broke off, failed, took too long or cannot be reached.
     """
-    linger = LINGER_SECONDS if prefilled.ticket is not None else 0.0
-    leg, scored = decode_leg(journey, way, prefilled.ticket, linger)
+    ticket = prefilled.ticket
+    leg, scored = decode_leg(journey, way, ticket, LINGER_SECONDS if ticket is not None else 0.0)
+    if ticket is not None:
+        assert journey.prefill is not None
+        leg.send_by(way.outstanding.usable_until(ticket, journey.prefill))
     try:
         async with leg as response:
             journey.state = State.DECODING
             journey.times.decode_head = time.monotonic()
             if response.status != 200:
                 raise EngineRefusal(await read_answer(response))
-            if prefilled.ticket is not None:
+            if ticket is not None:
                 way.metrics.handed_off.inc()
             await deliver(journey, response, Correction(journey.rules, journey.body, prefilled, scored, journey.turn))
-    except (EngineRefusal, ProxyError) as error:
-        status = error.answer.status if isinstance(error, EngineRefusal) else error.status
-        if prefilled.ticket is not None and status in (500, 502) and journey.state is not State.STREAMING:
-            way.fleet.pair_failed(instance_of(journey.prefill), instance_of(journey.decode), str(error))
+    except BaseException as error:
+        settle(journey, way, ticket, leg, error)
         raise
-    if prefilled.ticket is not None:
-        way.fleet.pair_worked(instance_of(journey.prefill), instance_of(journey.decode))
+    if ticket is not None:
+        worked(journey, way, ticket)
 
 
-def instance_of(chosen: ProxyInstance | None) -> ProxyInstance:
-    assert chosen is not None
-    return chosen
+def worked(journey: Journey, way: Way, ticket: Ticket) -> None:
+    """The decode leg has ended well: its ticket was used."""
+    assert journey.prefill is not None and journey.decode is not None
+    way.outstanding.use(ticket)
+    way.fleet.pair_worked(journey.prefill, journey.decode)
+
+
+def settle(
+    journey: Journey, way: Way, ticket: Ticket | None, leg: Leg, error: BaseException, *, handed: bool = True
+) -> None:
+    """The decode leg has ended with *error*: see to its ticket, and to who is to blame.
+
+    A ticket that a decode server can have seen is never used again: its blocks may be somebody else's by then. Who was
+    left has noticed that, and tells the prefill server. Who failed may have told it, or may not (it died, something
+    before it answered in its place, or vLLM does not at some endpoints): it is told to free the blocks.
+
+    Args:
+        handed: whether the leg carried this very ticket.
+    """
+    if isinstance(error, Fault):
+        error.at = Role.DECODE
+    if ticket is None:
+        return
+    assert journey.prefill is not None and journey.decode is not None
+    errand = errand_for(journey, (journey.prefill, journey.headers, journey.raw))
+    if not leg.sent:
+        way.releases.start(ticket, errand, but=journey.decode if cause_of(error) is Cause.CONNECT else None)
+        return
+    if journey.heard or not isinstance(error, Fault):
+        way.outstanding.drop(ticket)
+        return
+    way.releases.revoke(ticket, errand, handed=handed)
+    if cause_of(error) in OF_THE_TRANSFER:
+        way.fleet.pair_failed(journey.prefill, journey.decode, str(error))
+
+
+def cause_of(error: BaseException) -> Cause | None:
+    """Why an attempt failed, when another may do better; None when it is the client's mistake, or no engine's."""
+    match error:
+        case EngineRefusal(answer=answer):
+            return cause_of_status(answer.status)
+        case StreamFailed():
+            return cause_of_status(error.code)
+        case ProxyError(retry=True):
+            behind = error.__cause__
+            return next((cause for kind, cause in _CAUSES if isinstance(behind, kind)), Cause.SERVER_ERROR)
+    return None
+
+
+def came_late(journey: Journey, way: Way, sent: Sent, response: Response, answer: bytes) -> None:
+    """A prefill leg that was given up is answered: have the server's blocks freed, if it holds some."""
+    way.releases.came_late(errand_for(journey, sent), response, answer)
+
+
+def errand_for(journey: Journey, sent: Sent) -> Errand:
+    """What has the ticket of a prefill leg freed."""
+    prefill, headers, raw = sent
+    if legs.asks_prompt_scores(journey.body, journey.rules):
+        raw = legs.written(legs.without_prompt_scores(journey.body, journey.rules))
+    body = partial(legs.decode_body, raw, keep_blocks=False)
+    return Errand(journey.request.target, [*headers, *journey.decode_headers], body, prefill, journey.decode)
 
 
 def decode_leg(journey: Journey, way: Way, ticket: Ticket | None, linger_seconds: float) -> tuple[Leg, bool]:
@@ -321,10 +433,15 @@ async def prefill_alone(journey: Journey, way: Way) -> Answer:
     instance = journey.prefill
     assert instance is not None
     journey.state, journey.decode = State.PREFILLING, None
-    journey.times.prefill_sent = time.monotonic()
-    async with open_leg(journey, way, instance, (journey.raw,)) as response:
-        answer = await read_answer(response)
-    journey.times.prefilled = time.monotonic()
-    if answer.status != 200:
-        raise EngineRefusal(answer)
+    if not journey.times.prefill_sent:
+        journey.times.prefill_sent = time.monotonic()
+    try:
+        async with open_leg(journey, way, instance, (journey.raw,)) as response:
+            answer = await read_answer(response)
+        journey.times.prefilled = time.monotonic()
+        if answer.status != 200:
+            raise EngineRefusal(answer)
+    except Fault as fault:
+        fault.at = Role.PREFILL
+        raise
     return answer

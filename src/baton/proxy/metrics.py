@@ -12,8 +12,10 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
+from baton.cluster import Role
 from baton.proxy.admission import Gate
 from baton.proxy.fleet import Fleet
+from baton.proxy.outstanding import Outstanding
 from baton.proxy.turn_metrics import families
 from baton.proxy.turns import TurnStore
 
@@ -76,10 +78,13 @@ class Marks(Protocol):
 class Metrics(Collector):
     """All metrics of a proxy, counted by hand since they are counted often."""
 
-    def __init__(self, fleet: Fleet, gate: Gate, turns: TurnStore | None = None) -> None:
+    def __init__(
+        self, fleet: Fleet, gate: Gate, turns: TurnStore | None = None, outstanding: Outstanding | None = None
+    ) -> None:
         self._fleet = fleet
         self._gate = gate
         self._turns = turns
+        self._outstanding = Outstanding() if outstanding is None else outstanding
         self.request_seconds = Seconds()
         self.prefill_seconds = Seconds()
         self.inter_token_seconds = Seconds()
@@ -101,6 +106,12 @@ class Metrics(Collector):
             "Requests that prefill answered without a ticket: decode computed the prompt",
         )
         self.handed_off = Count("baton_handed_off", "Tickets that a decode server accepted")
+        self.retries = Count(
+            "baton_retries",
+            "Further attempts at requests, by the leg that had failed and why",
+            ["phase", "cause"],
+        )
+        self.failovers = Count("baton_failovers", "Requests that an engine failed and a further attempt answered")
         self.stream_errors = Count("baton_stream_errors", "Streams that broke after their head")
         self.warm_up_failures = Count("baton_warm_up_failures", "Pairs whose warm-up hand-off failed")
         self.reloads = Count("baton_instances_file_reloads", "Reads of a changed file of instances", ["result"])
@@ -141,6 +152,8 @@ class Metrics(Collector):
             self.cancelled,
             self.without_ticket,
             self.handed_off,
+            self.retries,
+            self.failovers,
             self.stream_errors,
             self.warm_up_failures,
             self.reloads,
@@ -164,8 +177,34 @@ class Metrics(Collector):
         yield from instance_families(self._fleet)
         yield GaugeMetricFamily("baton_active_requests", "Requests under way", value=self._gate.active)
         yield GaugeMetricFamily("baton_queued_requests", "Requests in line for a place", value=self._gate.waiting)
+        yield from self._tickets()
         if self._turns is not None:
             yield from families(self._turns)
+
+    def _tickets(self) -> Iterator[Metric]:
+        """Of each prefill server, by its address."""
+        tickets, labels = self._outstanding, ["instance"]
+        out = GaugeMetricFamily("baton_tickets_outstanding", "Tickets of a prefill server not yet used", labels=labels)
+        oldest = GaugeMetricFamily("baton_ticket_oldest_seconds", "Age of the oldest of them", labels=labels)
+        counts = [
+            (CounterMetricFamily(f"baton_tickets_{what}", documentation, labels=labels), counted)
+            for what, documentation, counted in (
+                ("given", "Tickets that prefill servers gave", tickets.given),
+                ("used", "Tickets whose KV cache a decode server had", tickets.used),
+                ("dropped", "Tickets not used, whose blocks a decode server was to have freed", tickets.dropped),
+                ("expired", "Tickets left to the end of their lease", tickets.expired),
+            )
+        ]
+        for instance in self._fleet.pools[Role.PREFILL]:
+            values = [instance.endpoint.authority]
+            out.add_metric(values, tickets.count(instance.id))
+            oldest.add_metric(values, tickets.oldest_seconds(instance.id))
+            for family, counted in counts:
+                family.add_metric(values, counted[instance.id])
+        yield out
+        yield oldest
+        for family, _ in counts:
+            yield family
 
     def render(self, others: Iterable[bytes] = ()) -> bytes:
         """The text of all metrics, with those of other workers added.
@@ -210,7 +249,7 @@ def instance_families(fleet: Fleet) -> Iterator[Metric]:
     return iter((usable, state, in_flight, probes, ejections, pairs))
 
 
-_LEAST, _MOST = frozenset({"baton_instance_usable"}), frozenset({"baton_instance_state"})
+_LEAST, _MOST = frozenset({"baton_instance_usable"}), frozenset({"baton_instance_state", "baton_ticket_oldest_seconds"})
 
 
 class _Sum:

@@ -24,7 +24,7 @@ class Passage:
     """Passes whole events on as they come, put right where they must be, and watches how the stream ends.
 
     Args:
-        write: takes the bytes for the client, and whether they are likely to be the last.
+        write: takes the bytes for the client, and whether they are likely to be the last; may be replaced.
         correction: what must be put right.
         rules: of the endpoint.
         metrics: where the time between events is counted.
@@ -34,10 +34,10 @@ class Passage:
         failed: the error that the stream said, in JSON; what comes after it is dropped.
     """
 
-    __slots__ = ("_buffer", "_correction", "_last", "_metrics", "_rules", "_write", "failed", "first_at", "last_at")
+    __slots__ = ("_buffer", "_correction", "_last", "_metrics", "_rules", "failed", "first_at", "last_at", "write")
 
     def __init__(self, write: Write, correction: Correction, rules: Rules, metrics: Metrics) -> None:
-        self._write = write
+        self.write = write
         self._correction = correction
         self._rules = rules
         self._metrics = metrics
@@ -67,7 +67,7 @@ class Passage:
         if turn is not None and turn.given is not None and last_of(run).startswith(self._rules.ends):
             # Before the client sees the end: its next request may be here before the rest of this one is.
             turn.keep()
-        self._write(run, last=run.endswith(_DONE))
+        self.write(run, last=run.endswith(_DONE))
 
     def close(self) -> None:
         """The stream has come to its end.
@@ -79,4 +79,4 @@ class Passage:
         if self.failed is not None:
             raise StreamFailed(self.failed)
         if self._buffer.rest or not last_of(self._last).startswith(self._rules.ends):
-            raise ProxyError(502, "the decode server ended its answer before it was whole")
+            raise ProxyError(502, "the decode server ended its answer before it was whole", retry=True)

@@ -34,17 +34,19 @@ ASK: Mapping[str, Any] = {
 """What a prefill leg carries in the ticket's place: the wish for one (docs/concepts.md, step 3)."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Ticket:
     """A right to pull one request's KV cache, once, while its lease lasts.
 
     Attributes:
         params: vLLM's parameters, opaque.
         given_at: when it was handed out, on the proxy's monotonic clock, in seconds.
+        giver: the id of the instance that gave it; empty for one that is made here.
     """
 
     params: Mapping[str, Any]
     given_at: float
+    giver: str = ""
 
     @classmethod
     def from_answer(cls, answer: Any, now: float) -> Ticket | None:
@@ -62,6 +64,11 @@ class Ticket:
     def engine_id(self) -> Any:
         """The prefill server that gave it, or that it was made for."""
         return self.params.get("remote_engine_id")
+
+    @property
+    def pushed(self) -> bool:
+        """Whether its giver moves the blocks itself (write mode)."""
+        return self.params.get("transfer_mode") == WORDS[TransferMode.WRITE]
 
 
 def push_ticket(info: EngineInfo, rank: int, request_id: str, now: float) -> Ticket:

@@ -31,10 +31,17 @@ class Span:
         self.span.end()
 
     def end_request(
-        self, status: int, prefill: ProxyInstance | None, decode: ProxyInstance | None, error: BaseException | None
+        self,
+        status: int,
+        prefill: ProxyInstance | None,
+        decode: ProxyInstance | None,
+        error: BaseException | None,
+        retries: int = 0,
     ) -> None:
         """End the span of a request with what came of it."""
         self.span.set_attribute("http.response.status_code", status)
+        if retries:
+            self.span.set_attribute("baton.retries", retries)
         for name, instance in (("baton.prefill", prefill), ("baton.decode", decode)):
             if instance is not None:
                 self.span.set_attribute(name, instance.id)

@@ -17,11 +17,13 @@ from baton.http import (
     ConnectFailed,
     Exchange,
     Header,
+    Late,
     Origin,
     OutOfDescriptors,
     Pool,
     Response,
     Timeouts,
+    TooLate,
     TooSlow,
 )
 from baton.proxy import engine_info
@@ -156,6 +158,27 @@ class Leg:
         """From now on, see *linger_seconds* of :meth:`Upstream.post`."""
         self._exchange.linger_seconds = seconds
 
+    def hear_late(self, seconds: float, late: Late) -> None:
+        """Before it is entered: *late* gets an answer that comes within *seconds* after it was left."""
+        self._exchange.late_seconds, self._exchange.late = seconds, late
+
+    def send_by(self, moment: float) -> None:
+        """Before it is entered: not to be sent after this moment on the monotonic clock."""
+        self._exchange.send_by = moment
+
+    @property
+    def sent(self) -> bool:
+        """Whether the instance can have got any of it."""
+        return self._exchange.sent
+
+    async def deliver(self) -> None:
+        """In place of entering it: see :meth:`baton.http.Exchange.deliver`."""
+        try:
+            await self._exchange.deliver()
+        except ClientError as error:
+            self._explain(error)
+            raise
+
     async def __aenter__(self) -> Response:
         self._instance.in_flight += 1
         try:
@@ -201,11 +224,15 @@ class Leg:
             case OutOfDescriptors():
                 raise ProxyError(503, "the proxy has no file descriptors left: try again", retry_after=1) from error
             case ConnectFailed():
-                raise ProxyError(503, f"the {role} server cannot be reached", retry_after=1) from error
+                raise ProxyError(503, f"the {role} server cannot be reached", retry_after=1, retry=True) from error
+            case TooLate():
+                raise ProxyError(
+                    503, f"the {role} server was not reached in time", retry_after=1, retry=True
+                ) from error
             case TooSlow():
-                raise ProxyError(504, f"the {role} server took too long") from error
+                raise ProxyError(504, f"the {role} server took too long", retry=True) from error
             case Broken():
-                raise ProxyError(502, f"the {role} server broke off its answer") from error
+                raise ProxyError(502, f"the {role} server broke off its answer", retry=True) from error
 
 
 class Upstream:

@@ -22,7 +22,8 @@ from baton.proxy import legs
 from baton.proxy.answers import failed
 from baton.proxy.errors import JSON, ProxyError
 from baton.proxy.fleet import Fleet, ProxyInstance
-from baton.proxy.journey import LINGER_SECONDS, Way
+from baton.proxy.journey import Way
+from baton.proxy.release import LINGER_SECONDS
 from baton.proxy.ticket import Ticket
 from baton.proxy.upstream import Answer, read_answer
 from baton.proxy.workers import Peers

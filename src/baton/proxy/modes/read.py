@@ -18,7 +18,7 @@ async def run_read(journey: Journey, way: Way, deliver: Deliver) -> None:
     choose(journey, way)
 
     # prefill
-    turn = journey.turn
+    turn = journey.turn if journey.attempts is None else None
     prefilled = await (prefill(journey, way) if turn is None else prefill_turn(journey, way, turn))
     if prefilled.ticket is None:
         note_without_ticket(journey, way)

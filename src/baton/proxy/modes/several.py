@@ -32,10 +32,14 @@ async def run_several(journey: Journey, made: Sequence[Part], way: Way, responde
         own = journey.part(part)
         first = firsts[part.prompt]
         if leads:
-            own.on_prefilled = lambda: first.set_result(own.prefill)
+            # Once: a prompt that is computed again leaves the others where they are.
+            own.on_prefilled = lambda: None if first.done() else first.set_result(own.prefill)
         else:
             own.prefill = await asyncio.shield(first)
-        await run_single(own, way, partial(whole.take, part.index))
+        try:
+            await run_single(own, way, partial(whole.take, part.index))
+        finally:
+            journey.retries += own.retries
 
     leading = {part.prompt: part.index for part in reversed(made)}
     await all_or_none([run(part, leading[part.prompt] == part.index) for part in made])

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Coroutine
-from typing import Any
+from functools import partial
 
 from baton.cluster import TransferMode
-from baton.proxy.errors import ProxyError
-from baton.proxy.journey import Deliver, Journey, Way
+from baton.proxy.errors import Fault, ProxyError
+from baton.proxy.journey import Deliver, Journey, Way, prefill_alone
+from baton.proxy.modes.failover import again
 from baton.proxy.modes.read import run_read
 from baton.proxy.modes.write import run_write
+from baton.proxy.upstream import Answer
 
 
 async def run_mixed(journey: Journey, way: Way, deliver: Deliver) -> None:
@@ -23,12 +24,27 @@ async def run_mixed(journey: Journey, way: Way, deliver: Deliver) -> None:
 _RUNS = {TransferMode.READ: run_read, TransferMode.WRITE: run_write, None: run_mixed}
 
 
-def run_single(journey: Journey, way: Way, deliver: Deliver) -> Coroutine[Any, Any, None]:
-    """The run of a whole request for one answer, to be awaited.
+async def run_single(journey: Journey, way: Way, deliver: Deliver) -> None:
+    """A whole request for one answer.
 
-    It raises:
+    Raises:
         NoInstance: a pool is empty; nothing was sent.
-        EngineRefusal: an engine answered with an error.
+        EngineRefusal, StreamFailed: an engine answered with an error.
         ProxyError: a leg failed, or the fleet's engines cannot hand over to each other.
     """
-    return _RUNS[way.fleet.mode](journey, way, deliver)
+    try:
+        await _RUNS[way.fleet.mode](journey, way, deliver)
+    except Fault as error:
+        await again(journey, way, error, lambda: _RUNS[way.fleet.mode](journey, way, deliver))
+
+
+async def run_prefill_alone(journey: Journey, way: Way) -> Answer:
+    """A whole request for its prompt alone, with nothing to be generated.
+
+    Raises:
+        NoInstance, EngineRefusal, ProxyError: as :func:`run_single`.
+    """
+    try:
+        return await prefill_alone(journey, way)
+    except Fault as error:
+        return await again(journey, way, error, partial(prefill_alone, journey, way))

@@ -88,8 +88,4 @@ async def prefill_turn(journey: Journey, way: Way, turn: Turn) -> Prefilled:
         why = error.message
     turn.refused()
     logger.warning("the turn before %s is not used, its prompt is computed anew: %s", journey.request_id.decode(), why)
-    # Both attempts are the prefill leg of this request.
-    sent = journey.times.prefill_sent
-    prefilled = await prefill(journey, way)
-    journey.times.prefill_sent = sent
-    return prefilled
+    return await prefill(journey, way)

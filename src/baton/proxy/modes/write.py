@@ -8,12 +8,12 @@ import secrets
 import time
 from collections.abc import Sequence
 
+from baton.cluster import Role
 from baton.http import ClientError, Header
 from baton.proxy import legs
 from baton.proxy.answers import Correction, Prefilled
-from baton.proxy.errors import ProxyError
+from baton.proxy.errors import Fault, ProxyError
 from baton.proxy.journey import (
-    LINGER_SECONDS,
     Deliver,
     EngineRefusal,
     Journey,
@@ -24,7 +24,10 @@ from baton.proxy.journey import (
     decode_leg,
     note_without_ticket,
     prefill,
+    settle,
+    worked,
 )
+from baton.proxy.release import LINGER_SECONDS
 from baton.proxy.ticket import Ticket, push_ticket
 from baton.proxy.upstream import Leg, read_answer
 
@@ -62,6 +65,9 @@ async def run_write(journey: Journey, way: Way, deliver: Deliver) -> None:
     if prefilled.ticket is None:
         note_without_ticket(journey, way)
     elif way.fleet.conflict is not None:
+        # No decode server can be told of it: a ticket of another transfer mode is none of theirs.
+        assert journey.prefill is not None
+        way.outstanding.leave(prefilled.ticket, journey.prefill)
         raise ProxyError(503, way.fleet.conflict, retry_after=1)
     await decode(journey, way, prefilled, deliver)
 
@@ -99,6 +105,8 @@ async def run_both(
         await asyncio.wait((prefilling, decoding), return_when=asyncio.FIRST_COMPLETED)
         failure = first_failure(prefilling, decoding)
         if failure is not None:
+            if isinstance(failure, Fault) and failure.at is None:
+                failure.at = Role.DECODE
             if decoding.done() and isinstance(failure, EngineRefusal) and not of_client(failure):
                 # That is how a decode server says that the engine it was sent to is no more.
                 journey.prefill.doubt()
@@ -112,7 +120,13 @@ async def run_both(
         # Whoever leaves from here on: the decode server must have seen the request, to have P free its blocks.
         leg.linger(LINGER_SECONDS)
         await decoding
+        worked(journey, way, prefilled.ticket)
         return None
+    except BaseException as error:
+        if succeeded(prefilling):
+            leg.linger(LINGER_SECONDS)
+            settle(journey, way, journey.ticket, leg, error, handed=False)
+        raise
     finally:
         prefilling.cancel()
         decoding.cancel()
@@ -144,6 +158,11 @@ async def deliver_when_good(
         way.metrics.handed_off.inc()
         scored = legs.asks_prompt_scores(journey.body, journey.rules)
         await deliver(journey, response, Correction(journey.rules, journey.body, prefilled, scored))
+
+
+def succeeded(prefilling: asyncio.Task[Prefilled]) -> bool:
+    """Whether the prefill leg has ended well, perhaps unseen: its ticket is out."""
+    return prefilling.done() and not prefilling.cancelled() and prefilling.exception() is None
 
 
 def first_failure(prefilling: asyncio.Task[Prefilled], decoding: asyncio.Task[None]) -> BaseException | None:
