@@ -23,6 +23,7 @@ from baton.proxy import legs
 from baton.proxy.admission import Gate
 from baton.proxy.answers import Correction, Prefilled, failed
 from baton.proxy.beat import Beat
+from baton.proxy.door import check_rank
 from baton.proxy.errors import ProxyError
 from baton.proxy.fleet import Fleet, ProxyInstance
 from baton.proxy.metrics import Metrics
@@ -188,11 +189,13 @@ def choose(journey: Journey, way: Way) -> None:
 
     Raises:
         NoInstance: a pool has none.
+        ProxyError: 400, the decode server has no such rank as the client names.
     """
     prefills, decodes = way.fleet.usable(Role.PREFILL), way.fleet.usable(Role.DECODE)
     if journey.prefill is None or journey.prefill not in prefills:
         journey.prefill = way.prefill_policy.pick(prefills)
     journey.decode = way.decode_policy.pick(decodes)
+    check_rank(journey.decode_headers, journey.decode.ranks)
     journey.state = State.ADMITTED
 
 
