@@ -17,7 +17,7 @@ import psutil
 from baton.cluster import Cluster, Role
 from baton.launch.commands import DEFAULT_KV_CACHE_BYTES, Command, flag_value
 from baton.launch.devices import EngineInstall
-from baton.launch.fits import check_fits
+from baton.launch.fits import check_alone, check_fits
 from baton.launch.heads import block_problem, heads_problem, sizes_problem
 from baton.launch.model_config import read_config
 from baton.launch.plan import port_claims
@@ -54,6 +54,7 @@ def check_engine(
             )
         )
     problems += check_shape([command], install, local_model=local_model)
+    problems += check_alone(command, install.device)
     if local_model:
         problems += check_experts([command], install)
     if max(sides) > 65535:
