@@ -105,7 +105,8 @@ class Row:
                 f"{self.bytes_a_hand_off / 1e3:,.0f} kB",
                 "yes" if self.blocks_back else "NO",
             )
-        return (self.topology.name, f"`{self.topology.command}`", f"`{self.topology.test}`", self.text, *numbers)
+        text = self.text.replace("|", "/")
+        return (self.topology.name, f"`{self.topology.command}`", f"`{self.topology.test}`", text, *numbers)
 
 
 @dataclass(frozen=True)
