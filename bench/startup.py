@@ -25,7 +25,7 @@ from typing import Any
 import psutil
 
 from baton.launch import Command, PlanRequest, Supervisor, installed_engine, plan
-from baton.launch.cluster_run import cluster_commands, start_cluster
+from baton.launch.cluster_run import cluster_commands, probe_of
 from baton.launch.devices import available_cpus
 from baton.launch.leftovers import session_members
 from baton.models import resolve
@@ -45,7 +45,8 @@ async def measure(kind: str, idle_seconds: float) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as logs:
         async with Supervisor(Path(logs)) as supervisor:
             started = time.monotonic()
-            await start_cluster(supervisor, cluster, commands)
+            for name, command in commands.items():
+                await supervisor.start(name, command, probe_of(cluster, name))
             await supervisor.until_ready(START_SECONDS)
             ready = time.monotonic() - started
             children = {child.name: child for child in supervisor.children}

@@ -30,6 +30,7 @@ import numpy as np
 
 from baton.engine.settings import DEFAULT_NIXL_NAP_US
 from baton.engine.workarounds import napping_agent
+from baton.launch.transports import CPU_THREADS, CPU_TLS
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "performance.md"
 FROM, TO = "<!-- from bench/transports.py -->", "<!-- to here: transports -->"
@@ -82,6 +83,7 @@ SETTINGS = (
     Setting(threads=4),
     Setting(threads=1),
     Setting(threads=0),
+    tls(CPU_TLS, CPU_THREADS),
     tls("cma,tcp,self", 1),
     tls("posix,tcp,self", 1),
     tls("sysv,tcp,self", 1),

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+from bench.topologies import topologies
 
 TESTS = Path(__file__).parent
 NAMED = re.compile(r"`(?P<file>[\w/]*\.py)?(?:::(?P<name>\w+))?`")
@@ -29,6 +30,17 @@ ROWS = [line for line in (TESTS / "CASES.md").read_text().splitlines() if re.mat
 
 @pytest.mark.parametrize("line", ROWS, ids=[line[2:5] for line in ROWS])
 def test_every_test_that_a_row_names_exists(line: str) -> None:
+    check(line)
+
+
+def test_every_topology_that_is_measured_names_a_test_that_exists() -> None:
+    for topology in topologies():
+        line = f"`{topology.test.split(' ')[0]}`"
+        assert named(line), line
+        check(line)
+
+
+def check(line: str) -> None:
     for file, name in named(line):
         path = TESTS.parent / file if file.startswith("bench/") else TESTS / file
         if not path.exists():

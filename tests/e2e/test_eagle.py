@@ -16,9 +16,8 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.engines import BATON, Server, eventually, start
-from tests.e2e.topology import BLOCK, Cluster, Engine, answers, check, cluster, reference, used_kv
-from tests.ports import free_ports
+from tests.e2e.engines import Server, eventually
+from tests.e2e.topology import BLOCK, Cluster, Engine, answers, check, cluster, pair_proxy, reference, used_kv
 
 MODELS = Path(__file__).parent / "eagle"
 DRAFTED = 3
@@ -62,19 +61,10 @@ def pairs(logs: Path) -> Iterator[Pairs]:
         ExitStack() as stack,
     ):
         good, garbled = (
-            replace(made, prefill=[prefill], proxy=proxy(stack, prefill, made.decode[0], logs))
+            replace(made, prefill=[prefill], proxy=stack.enter_context(pair_proxy(prefill, made.decode[0], logs)))
             for prefill in made.prefill
         )
         yield Pairs(good, garbled)
-
-
-def proxy(stack: ExitStack, prefill: Server, decode: Server, logs: Path) -> Server:
-    (port,) = free_ports(1)
-    argv = (*BATON, "proxy", "--port", str(port), "--prefiller-ports", str(prefill.port))
-    made = start(f"{prefill.name}-proxy", (*argv, "--decoder-ports", str(decode.port)), port, logs)
-    stack.callback(made.stop)
-    made.wait_healthy()
-    return made
 
 
 @dataclass(frozen=True)

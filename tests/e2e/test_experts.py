@@ -50,6 +50,17 @@ def test_experts_may_be_spread_over_tensor_parallel_ranks(logs: Path, model: Pat
         check(made, reference(made.prefill[0], asked), asked)
 
 
+def test_experts_may_be_spread_over_both_kinds_of_ranks(logs: Path, model: Path) -> None:
+    """Four workers, each with a quarter of the experts; also stopped at once."""
+    engine = Engine((*SPREAD, "--tensor-parallel-size", "2"), side_channels=2)
+    with cluster("tp-dp-ep", model, logs, decode=(engine,)) as made:
+        asked = dict(list(prompts().items())[::4])
+        check(made, reference(made.prefill[0], asked), asked)
+        (decode,) = made.decode
+        for rank in "01":
+            assert eventually(lambda rank=rank: decode.metric("vllm:nixl_bytes_transferred_sum", engine=rank) > 0, True)  # type: ignore[misc]
+
+
 def answered(server: Server) -> list[float]:
     """How many requests each of two ranks has finished."""
     return [server.metric("vllm:request_success_total", engine=str(rank)) for rank in (0, 1)]
@@ -87,3 +98,5 @@ def test_a_rank_that_is_none_is_refused(spread: Cluster, rank: str) -> None:
     code, _, raw = post(f"{spread.proxy.url}/v1/completions", body, {"X-data-parallel-rank": rank})
     assert code == 400, raw
     assert rank in json.loads(raw)["error"]["message"]
+    # Nothing was computed for it, so that no lease has to end.
+    assert eventually(lambda: used_kv(spread.prefill), 0.0, 15.0) == 0.0

@@ -11,7 +11,19 @@ import pytest
 
 from tests.e2e import tiny
 from tests.e2e.engines import eventually, post
-from tests.e2e.topology import BLOCK, MODEL, Cluster, Engine, check, cluster, prompts, reference
+from tests.e2e.topology import (
+    BLOCK,
+    MODEL,
+    Cluster,
+    Engine,
+    answers,
+    check,
+    cluster,
+    pair_proxy,
+    prompts,
+    reference,
+    used_kv,
+)
 
 BLOCK_BYTES = BLOCK * 4 * 2 * 4 * 32 * 4
 """Tokens x layers x (K and V) x KV heads x head size x bytes."""
@@ -75,16 +87,29 @@ def test_the_text_is_one_servers_whoever_serves_it(fleet: Cluster) -> None:
     check(fleet, reference(fleet.decode[0], asked), asked)
 
 
-def test_every_pair_hands_over(fleet: Cluster) -> None:
-    """Both pools go round, each by itself: nine requests are enough to see all four pairs."""
-    pairs = set()
-    prompt = list(range(20, 60))
-    for _ in range(9):
-        body = {"model": MODEL, "prompt": prompt, "max_tokens": 2}
+def test_both_pools_go_round(fleet: Cluster) -> None:
+    """Each by itself: who served a request is said in its answer."""
+    before, used = transfers(fleet), {"x-baton-prefill": set(), "x-baton-decode": set()}
+    for _ in range(4):
+        body = {"model": MODEL, "prompt": list(range(20, 60)), "max_tokens": 2}
         code, headers, _ = post(f"{fleet.proxy.url}/v1/completions", body)
         assert code == 200
-        pairs.add((headers["x-baton-prefill"], headers["x-baton-decode"]))
-    assert pairs <= set(product(("P0", "P1"), ("D0", "D1")))
-    for decode in fleet.decode:
-        assert decode.metric("vllm:nixl_bytes_transferred_sum") > 0
+        for header, names in used.items():
+            names.add(headers[header])
+    assert used == {"x-baton-prefill": {"P0", "P1"}, "x-baton-decode": {"D0", "D1"}}
+    expected = [count + 2 for count in before]
+    assert eventually(lambda: transfers(fleet), expected) == expected
     assert fleet.proxy.metric("baton_prefill_without_ticket_total") == 0
+
+
+def test_every_pair_hands_over(fleet: Cluster, logs: Path) -> None:
+    """One pair at a time behind a proxy of its own, so that it is known who served: the text is right on each."""
+    asked = dict(list(prompts(seed=3).items())[::3])
+    expected = reference(fleet.decode[0], asked)
+    for prefill, (place, decode) in product(fleet.prefill, enumerate(fleet.decode)):
+        with pair_proxy(prefill, decode, logs, "--no-warm-up") as proxy:
+            before = transfers(fleet)
+            assert answers(proxy.url, asked, 4) == expected
+            after = [count + (len(asked) if each == place else 0) for each, count in enumerate(before)]
+            assert eventually(lambda: transfers(fleet), after) == after
+    assert eventually(lambda: used_kv([*fleet.prefill, *fleet.decode]), 0.0) == 0.0

@@ -55,10 +55,9 @@ class Up:
             str(self.logs),
             *words[at:],
         ]
+        self.environ = {**os.environ, "TMPDIR": str(self.scratch), "XDG_STATE_HOME": str(tmp_path / "state")}
         with self.out.open("wb") as out, self.err.open("wb") as err:
-            self.process = subprocess.Popen(
-                argv, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env={**os.environ, "TMPDIR": str(self.scratch)}
-            )
+            self.process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=self.environ)
         self.family: set[psutil.Process] = set()
 
     def wait_for(self, text: str) -> None:

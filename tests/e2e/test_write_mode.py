@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
+import signal
 import socket
 import time
 import urllib.request
@@ -18,7 +20,7 @@ import psutil
 import pytest
 
 from tests.e2e import tiny
-from tests.e2e.engines import Server, eventually, post
+from tests.e2e.engines import Server, eventually, post, status
 from tests.e2e.test_hand_off import ASK
 from tests.e2e.topology import (
     MODEL,
@@ -32,7 +34,9 @@ from tests.e2e.topology import (
     used_kv,
 )
 
-PUSH = Engine(("--transfer-mode", "write"))
+ANSWER_SECONDS, STALL_SECONDS = 8, 3
+BOUNDS = {"push_answer_seconds": ANSWER_SECONDS, "push_stall_seconds": STALL_SECONDS}
+PUSH = Engine(("--transfer-mode", "write", "--kv-transfer-config", json.dumps({"kv_connector_extra_config": BOUNDS})))
 
 
 @pytest.fixture(scope="module")
@@ -194,4 +198,64 @@ def test_waiting_does_not_spin(pushing: Cluster) -> None:
         before, began = spent(), time.monotonic()
         time.sleep(2)  # what is measured
         assert (spent() - before) / (time.monotonic() - began) < 0.5
+    assert eventually(lambda: used(pushing), 0.0, 25.0) == 0.0
+
+
+@contextlib.contextmanager
+def standing_still(server: Server) -> Iterator[None]:
+    """All processes of *server* stopped, as by a host that swaps or a debugger; on they go at the end."""
+    os.killpg(server.process.pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.killpg(server.process.pid, signal.SIGCONT)
+
+
+def test_blocks_for_a_prefill_server_that_stands_still_come_back_and_it_serves_again(pushing: Cluster) -> None:
+    """The decode server waits for an answer, not for ever; what the other wakes up with is in nobody's blocks."""
+    (prefill,), (decode,) = pushing.prefill, pushing.decode
+    asked = prompts(seed=9)
+    expected = reference(decode, asked)
+    body = {"model": MODEL, "prompt": asked["150 tokens"], "max_tokens": 4}
+    told = ticket_of(prefill)
+    names = [uuid.uuid4().hex for _ in range(2)]
+    with standing_still(prefill):
+        for name in names:
+            with waiting(decode, {**body, "kv_transfer_params": told}, name):
+                assert eventually(lambda: used_kv([decode]) > 0, True)
+        began = time.monotonic()
+        assert eventually(lambda: used_kv([decode]), 0.0) == 0.0
+        assert time.monotonic() - began > STALL_SECONDS, "it stood still for less than the test is about"
+    # One of the prefill legs comes all the same, late: its blocks are not kept either.
+    late = {**body, "max_tokens": 1, "kv_transfer_params": ASK}
+    code, _, raw = post(f"{prefill.url}/v1/completions", late, {"X-Request-Id": names[0]})
+    assert code == 200, raw
+    with ThreadPoolExecutor(8) as pool:
+        got = dict(zip(asked, pool.map(lambda prompt: both(pushing, prompt), asked.values()), strict=True))
+    assert got == expected
+    assert eventually(lambda: used(pushing), 0.0, 25.0) == 0.0
+    assert eventually(lambda: status(f"{pushing.proxy.url}/readiness"), 200) == 200
+    assert answers(pushing.proxy.url, asked, 8) == expected
+
+
+def test_who_still_waits_when_a_prefill_server_goes_on_gets_its_answer(pushing: Cluster) -> None:
+    """It trusts no registration from before: the decode server's request would wait for ever if that were all."""
+    (prefill,), (decode,) = pushing.prefill, pushing.decode
+    prompt = prompts(seed=13)["150 tokens"]
+    (expected,) = answers(decode.url, {"": prompt}).values()
+    name = {"X-Request-Id": uuid.uuid4().hex}
+    body = {"model": MODEL, "prompt": prompt, "temperature": 0, "ignore_eos": True}
+    with ThreadPoolExecutor(1) as pool:
+        asked = {**body, "max_tokens": 12, "kv_transfer_params": ticket_of(prefill)}
+        decoded = pool.submit(post, f"{decode.url}/v1/completions", asked, name)
+        assert eventually(lambda: used_kv([decode]) > 0, True)
+        time.sleep(0.5)  # for the registration to arrive; one that comes later is taken when it goes on
+        with standing_still(prefill):
+            time.sleep(STALL_SECONDS + 2)  # what is tested
+        late = {**body, "max_tokens": 1, "kv_transfer_params": ASK}
+        code, _, raw = post(f"{prefill.url}/v1/completions", late, name)
+        assert code == 200, raw
+        code, _, raw = decoded.result(60)
+    assert code == 200, raw
+    assert json.loads(raw)["choices"][0]["text"] == expected
     assert eventually(lambda: used(pushing), 0.0, 25.0) == 0.0

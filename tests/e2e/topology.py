@@ -88,6 +88,20 @@ def cluster(
             list(pool.map(Server.stop, servers))
 
 
+@contextlib.contextmanager
+def pair_proxy(prefill: Server, decode: Server, logs: Path, *flags: str) -> Iterator[Server]:
+    """A proxy of its own, with *flags*, over two servers of a cluster; it has warmed them up."""
+    (port,) = free_ports(1)
+    argv = (*BATON, "proxy", "--port", str(port), *flags, "--prefiller-ports", str(prefill.port))
+    made = start(f"{prefill.name}-{decode.name}-{port}", (*argv, "--decoder-ports", str(decode.port)), port, logs)
+    try:
+        made.wait_healthy()
+        assert eventually(lambda: untried_pairs(made), 0, START_SECONDS) == 0
+        yield made
+    finally:
+        made.stop()
+
+
 def untried_pairs(proxy: Server) -> int:
     """Pairs of engines that the proxy has not warmed up yet; 0 when it does not warm up."""
     with urllib.request.urlopen(f"{proxy.url}/health", timeout=30) as response:

@@ -13,8 +13,10 @@ from aiohttp import web
 
 from baton.http import Request
 from baton.proxy.access_log import AccessLog
-from baton.proxy.door import Keys, Origins, carried, read_keys
+from baton.proxy.door import Keys, Origins, carried, check_rank, read_keys
+from baton.proxy.errors import ProxyError
 from tests.proxy.fakes import PASSED, PATHS, FakeEngine, House, hang, prefill_answer, stream, until, with_house
+from tests.proxy.push_fakes import about
 
 
 def asked(method: str = "POST", path: bytes = b"/v1/completions", **headers: str) -> Request:
@@ -152,6 +154,40 @@ def test_a_rank_that_is_no_number_is_refused_before_any_engine_is_asked(rank: st
         assert made.prefill[0].paths == made.decode[0].paths == []
 
     with_house(test)
+
+
+@pytest.mark.parametrize(
+    ("rank", "ranks", "good"),
+    [("1", 2, True), ("0", 1, True), ("7", None, True), ("2", 2, False), ("1", 1, False), ("9" * 5000, 2, False)],
+)
+def test_a_rank_is_one_of_the_decode_servers(rank: str, ranks: int | None, good: bool) -> None:
+    """How many a stock engine has nobody says: it is asked, and refuses by itself."""
+    if good:
+        check_rank([(b"x-data-parallel-rank", rank.encode())], ranks)
+        return
+    with pytest.raises(ProxyError) as error:
+        check_rank([(b"a", b"b"), (b"x-data-parallel-rank", rank.encode())], ranks)
+    assert error.value.status == 400
+    assert rank[:40] in error.value.message
+    assert ("2 ranks, 0 to 1" if ranks == 2 else "1 rank, 0") in error.value.message
+
+
+@pytest.mark.parametrize("mode", ["pull", "push"])
+def test_a_rank_beyond_the_decode_servers_is_refused_before_any_engine_is_asked(mode: str) -> None:
+    """Whatever would be computed for it stayed in a prefill server's memory for nothing."""
+
+    def prepare(engines: list[FakeEngine]) -> None:
+        for engine, role, count in zip(engines, ("kv_producer", "kv_consumer"), (1, 2), strict=True):
+            engine.about = about(role, role, mode, dp_size=count)
+
+    async def test(made: House) -> None:
+        async with made.post({"prompt": "a"}, headers={"X-data-parallel-rank": "2"}) as response:
+            assert response.status == 400
+            said = (await response.json())["error"]["message"]
+        assert said == "X-data-parallel-rank 2 is beyond the decode server's: it has 2 ranks, 0 to 1"
+        assert made.prefill[0].paths == made.decode[0].paths == []
+
+    with_house(test, prepare=prepare)
 
 
 # web origins

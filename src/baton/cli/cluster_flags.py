@@ -27,6 +27,7 @@ from baton.launch import (
 from baton.models import EMBEDDED
 
 DEFAULT_MODEL = next(iter(EMBEDDED))
+_CARRIERS = ("--prefill-args", "--decode-args", "--engine-args")
 
 
 def add_cluster_flags(parser: Parser) -> None:
@@ -133,10 +134,19 @@ def planned_cluster(args: argparse.Namespace, words_after: Sequence[str] = ()) -
 def split(words: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
     """Our words, and what stands after ``--``: flags for every engine."""
     words = list(words)
-    if "--" not in words:
-        return words, ()
-    at = words.index("--")
-    return words[:at], tuple(words[at + 1 :])
+    at = words.index("--") if "--" in words else len(words)
+    return _joined(words[:at]), tuple(words[at + 1 :])
+
+
+def _joined(words: Sequence[str]) -> list[str]:
+    """*words* with engines' flags joined to the flag that carries them: argparse takes a lone one for one of ours."""
+    made: list[str] = []
+    for word in words:
+        if made and made[-1] in _CARRIERS and word.startswith("-") and word.partition("=")[0] not in _CARRIERS:
+            made[-1] += f"={word}"
+        else:
+            made.append(word)
+    return made
 
 
 def quoted(text: str, flag: str) -> tuple[str, ...]:

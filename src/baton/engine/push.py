@@ -8,14 +8,16 @@ decode server says so:
 1. D's request is aborted before its KV cache has come: D's worker sends P a registration that says ``cancelled``.
 2. P drops D's registration, now or when it comes, frees the request's blocks if it is done and will free them when it
    gets done, and answers as if the push were complete. What it is pushing already it completes.
-3. D frees its blocks with that answer. Without one for :data:`ANSWER_SECONDS` P is dead, or has stood still: such a P
-   drops every registration it held when it wakes (:data:`STALL_SECONDS`), so that it never writes into blocks that are
-   somebody else's by then.
+3. D frees its blocks with that answer. Without one for :attr:`PushBounds.answer_seconds` P is dead, or has stood still:
+   such a P drops every registration it held when it wakes (:attr:`PushBounds.stall_seconds`), so that it never writes
+   into blocks that are somebody else's by then.
+4. A P that drops a registration says so, and D registers again what it still waits for.
 """
 
 from __future__ import annotations
 
 import logging
+import queue
 import threading
 import time
 from concurrent.futures import Future
@@ -27,6 +29,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_scheduler import Nix
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_worker import NixlPushConnectorWorker
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.utils import get_base_request_id
 
+from baton.engine.bounds import PushBounds
 from baton.engine.schedulers import Watchful
 from baton.engine.workers import Counting
 
@@ -35,8 +38,6 @@ logger = logging.getLogger("vllm.baton")
 POLL_SECONDS = 0.05
 """How often a worker that has nothing in flight looks for notifications: nobody wakes it for a cancellation."""
 
-ANSWER_SECONDS = 30.0
-STALL_SECONDS = 10.0
 REMEMBER_SECONDS = 600.0
 """How long a prefill server remembers that a request was cancelled which it has not finished yet."""
 
@@ -120,8 +121,9 @@ class _Polling(threading.Event):
 class _Pulse(threading.Event):
     """What vLLM's writer asks in each round whether to stop; knows from it whether the process stood still."""
 
-    def __init__(self) -> None:
+    def __init__(self, stall_seconds: float) -> None:
         super().__init__()
+        self._stall_seconds = stall_seconds
         self._asked_at = time.monotonic()
         self._stood_still = False
 
@@ -131,7 +133,7 @@ class _Pulse(threading.Event):
 
     def _look(self) -> None:
         now = time.monotonic()
-        self._stood_still |= now - self._asked_at > STALL_SECONDS
+        self._stood_still |= now - self._asked_at > self._stall_seconds
         self._asked_at = now
 
     def stood_still(self) -> bool:
@@ -149,10 +151,15 @@ class BatonPushWorker(Counting, NixlPushConnectorWorker):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
+        self._bounds = PushBounds.read(args[0].kv_transfer_config.get_from_extra_config)
         self._push_writer_wake = _Polling()
-        self._push_writer_stop = self._pulse = _Pulse()
-        # decode: cancelled and unanswered, by request, with the time when it is given up; the main thread's
+        self._push_writer_stop = self._pulse = _Pulse(self._bounds.stall_seconds)
+        # decode, the main thread's: registrations under way, and those cancelled and unanswered, by request, with the
+        # time when each is given up
+        self._sent: dict[str, dict[str, Any]] = {}
         self._unanswered: dict[str, float] = {}
+        # decode: registrations that a prefill server says it has dropped; from the writer to the main thread
+        self._lost: queue.SimpleQueue[str] = queue.SimpleQueue()
         # prefill: the writer's
         self._cancelled_at: dict[str, float] = {}
         self._pushing: set[str] = set()
@@ -161,11 +168,12 @@ class BatonPushWorker(Counting, NixlPushConnectorWorker):
 
     def start_load_kv(self, metadata: Any) -> None:
         super().start_load_kv(metadata)
+        self._sent.update(metadata.push_registrations or {})
         cancelled = getattr(metadata, "push_cancellations", None) or {}
         for request_id, cancellation in cancelled.items():
             self._reg_send_inbox.put((request_id, {**cancellation, "decode_tp_rank": self.tp_rank}))
             if cancellation["registered"]:
-                self._unanswered[request_id] = time.monotonic() + ANSWER_SECONDS
+                self._unanswered[request_id] = time.monotonic() + self._bounds.answer_seconds
             elif request_id in self._recving_metadata:
                 self._recving_transfers.setdefault(request_id, [])
         if cancelled:
@@ -180,7 +188,23 @@ class BatonPushWorker(Counting, NixlPushConnectorWorker):
                 logger.warning("nobody answers the cancellation of %s: its blocks are freed", request_id)
                 del self._unanswered[request_id]
                 self._failed_recv_reqs.put(request_id)
-        return super().get_transfer_results()
+        self._register_again()
+        results = super().get_transfer_results()
+        if self._sent:
+            self._sent = {each: sent for each, sent in self._sent.items() if each in self._recving_metadata}
+        return results
+
+    def _register_again(self) -> None:
+        """What a prefill server has dropped and is still wanted."""
+        again = False
+        while not self._lost.empty():
+            request_id = self._lost.get()
+            if request_id in self._recving_metadata and request_id in self._sent and request_id not in self._unanswered:
+                logger.warning("the registration of %s was dropped: it is sent again", request_id)
+                self._reg_send_inbox.put((request_id, self._sent[request_id]))
+                again = True
+        if again:
+            self._push_writer_wake.set()
 
     # prefill
 
@@ -192,7 +216,9 @@ class BatonPushWorker(Counting, NixlPushConnectorWorker):
         except (msgspec.DecodeError, KeyError, TypeError):
             logger.warning("a registration that cannot be read was dropped")
             return
-        if registration.get("cancelled"):
+        if registration.get("lost"):
+            self._lost.put(request_id)
+        elif registration.get("cancelled"):
             self._cancel(request_id, registration)
         elif get_base_request_id(request_id) not in self._cancelled_at:
             super()._handle_push_reg_notif(notif)
@@ -234,7 +260,11 @@ class BatonPushWorker(Counting, NixlPushConnectorWorker):
         self._pending_completion_notifs.put(f"{request_id}:{self.world_size}".encode())
 
     def _answer(self, request_id: str, cancellation: dict[str, Any]) -> None:
-        """Tell the decode server's rank that nothing will be written for *request_id* any more."""
+        """Tell the decode server's rank that nothing will be written for *request_id* any more.
+
+        Or all its ranks, that nothing will unless they register again, when *cancellation* is a registration that was
+        ``lost``.
+        """
         engine_id = cancellation["decode_engine_id"]
         waiting = self._ensure_handshake(
             engine_id, cancellation["decode_host"], cancellation["decode_port"], cancellation["decode_tp_size"]
@@ -248,18 +278,26 @@ class BatonPushWorker(Counting, NixlPushConnectorWorker):
 
             waiting.add_done_callback(shaken)
             return
-        agent = self._remote_agents[engine_id].get((0, cancellation["decode_tp_rank"]))
-        try:
-            if agent is not None:
-                self.nixl_wrapper.send_notif(agent, notif_msg=f"{request_id}:{self.world_size}".encode())
-        except Exception as error:  # NIXL raises what it likes
-            self._log_failure(failure_type="cancellation_unanswered", req_id=request_id, error=error)
+        agents, said = dict(self._remote_agents[engine_id]), f"{request_id}:{self.world_size}".encode()
+        if cancellation.get("lost"):
+            # Every rank of the decode server has registered.
+            said = PUSH_REG_NOTIF_PREFIX + msgspec.msgpack.encode({"request_id": request_id, "lost": True})
+        else:
+            agents = {key: agent for key, agent in agents.items() if key == (0, cancellation["decode_tp_rank"])}
+        for agent in agents.values():
+            try:
+                self.nixl_wrapper.send_notif(agent, notif_msg=said)
+            except Exception as error:  # NIXL raises what it likes
+                self._log_failure(failure_type="cancellation_unanswered", req_id=request_id, error=error)
 
     def _notice_stall(self) -> None:
         """Forget the registrations of a time before this process stood still: their blocks may be somebody else's."""
         if self._pulse.stood_still() and self._pending_d_registrations:
-            logger.warning("this server stood still: %d registrations dropped", len(self._pending_d_registrations))
+            dropped = dict(self._pending_d_registrations)
             self._pending_d_registrations.clear()
+            logger.warning("this server stood still: %d registrations dropped", len(dropped))
+            for request_id, registration in dropped.items():
+                self._answer(request_id, {**registration, "cancelled": True, "registered": True, "lost": True})
 
     def _pop_done_transfers(self, transfers: Any) -> tuple[set[str], set[str]]:
         done, failed = super()._pop_done_transfers(transfers)

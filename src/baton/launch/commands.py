@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from baton.cluster import Cluster, Role, TransferMode, Transport
-from baton.engine import CPUS, ENGINE_SWITCH, NIXL_NAP_US, format_cpus
+from baton.engine import CPUS, ENGINE_SWITCH, NIXL_NAP_US, PushBounds, format_cpus
 from baton.launch import transports
 from baton.launch.devices import EngineInstall, neuron_transfer, visible_devices
 from baton.launch.errors import LaunchError
@@ -313,7 +313,8 @@ def _extra(request: EngineRequest, given: Mapping[str, Any]) -> dict[str, Any]:
     """The connector's own settings that our flags stand for.
 
     Raises:
-        LaunchError: turns are asked for in write mode, or a threshold is no number or given twice.
+        LaunchError: turns are asked for in write mode, a threshold is no number or given twice, or write mode's bounds
+            are no good.
     """
     threshold = given.get("remote_pull_threshold")
     if request.pull_threshold is not None and threshold not in (None, request.pull_threshold):
@@ -326,6 +327,12 @@ def _extra(request: EngineRequest, given: Mapping[str, Any]) -> dict[str, Any]:
         raise LaunchError(f"remote_pull_threshold {threshold!r} is not a whole number of tokens, 0 or more")
     if request.bidirectional and request.transfer_mode is TransferMode.WRITE:
         raise LaunchError("--bidirectional-kv needs --transfer-mode read: in write mode nothing can be pulled back")
+    if request.transfer_mode is TransferMode.WRITE:
+        own = given.get("kv_connector_extra_config")
+        try:
+            PushBounds.read((own if isinstance(own, dict) else {}).get)
+        except ValueError as error:
+            raise LaunchError(f"--kv-transfer-config: {error}") from error
     extra: dict[str, Any] = {"bidirectional_kv_xfer": True} if request.bidirectional else {}
     return extra if threshold is None else {**extra, "kv_recompute_threshold": threshold}
 

@@ -8,13 +8,14 @@ it. Values that only vLLM can tell (an ``auto`` that hangs on the device) are le
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
 from baton.cluster import Cluster, Role
-from baton.launch.commands import Command, without_flag
+from baton.launch.commands import Command, flag_value, without_flag
 from baton.launch.model_config import read_config
 from baton.launch.planned import (
     HYBRID_OFF,
@@ -50,6 +51,15 @@ def check_fits(cluster: Cluster, commands: Sequence[Command], device: str) -> li
         own = each.id if each.transfer.get("engine_id") else None
         kinds.setdefault((own, each.role, each.model, _portless(each.args), str(each.transfer)), each)
     return problems(Plan(tuple(kinds.values()), config, device))
+
+
+def check_alone(command: Command, device: str) -> list[Problem]:
+    """What would keep one engine from working with any other."""
+    transfer = json.loads(flag_value(command.argv, "--kv-transfer-config") or "{}")
+    role = next((role for role in Role if role.kv_role == transfer.get("kv_role")), Role.PREFILL)
+    engine = Planned(f"this {role} server", role, command.argv[3], tuple(command.argv[4:]), transfer)
+    made = Plan((engine,), read_config(Path(engine.model)), device)
+    return [problem for check in ALONE for problem in check(made)]
 
 
 def problems(plan: Plan) -> list[Problem]:
@@ -232,6 +242,9 @@ CHECKS: tuple[Check, ...] = (
     own_engine_ids,
 )
 """All checks; a new one is a function more."""
+
+ALONE: tuple[Check, ...] = (write_mode_is_one_way, pipelines)
+"""Those that look at one engine at a time."""
 
 
 def _portless(args: Sequence[str]) -> tuple[str, ...]:

@@ -21,7 +21,7 @@ from baton.cluster import Cluster, Device, Role
 from baton.launch.cluster_run import install_for
 from baton.launch.commands import DEFAULT_KV_CACHE_BYTES, Command, flag_value, without_flag
 from baton.launch.devices import EngineInstall, nixl_version
-from baton.launch.fits import check_fits
+from baton.launch.fits import check_alone, check_fits
 from baton.launch.heads import block_problem, heads_problem, sizes_problem
 from baton.launch.model_config import read_config
 from baton.launch.ports import claims_of, means_here, peer_nodes
@@ -66,6 +66,7 @@ def check_engine(
             )
         )
     problems += check_shape([command], install, local_model=local_model)
+    problems += check_alone(command, install.device)
     if local_model:
         problems += check_experts([command], install)
     if max(sides) > 65535:

@@ -83,8 +83,7 @@ def carried(request: Request, engine_key: bytes | None, own_keys: bool) -> list[
 def decode_rank(request: Request) -> list[Header]:
     """The header by which a client names the data parallel rank that is to decode, for the decode leg alone.
 
-    The engine knows how many ranks it has and refuses a number beyond them. It would take no notice of what is no
-    number (vllm 0.32, entrypoints/generate/base/serving.py).
+    An engine would take no notice of what is no number (vllm 0.32, entrypoints/generate/base/serving.py).
 
     Raises:
         ProxyError: 400, it is no whole number.
@@ -96,6 +95,25 @@ def decode_rank(request: Request) -> list[Header]:
         shown = value[:40].decode("latin-1")
         raise ProxyError(400, f"X-data-parallel-rank {shown!r} is not a whole number of 0 or more")
     return [(_RANK, value)]
+
+
+def check_rank(headers: Iterable[Header], ranks: int | None) -> None:
+    """Refuse a data parallel rank that the decode server does not have while nothing has been computed for it yet.
+
+    Args:
+        headers: of the decode leg alone.
+        ranks: that the decode server has; None when nobody knows, and it is left to it.
+
+    Raises:
+        ProxyError: 400, it is beyond them.
+    """
+    named = next((value for name, value in headers if name == _RANK), None)
+    if named is None or ranks is None:
+        return
+    # So many digits are no rank, and would be slow to read.
+    if len(named) > 9 or int(named) >= ranks:
+        shown, has = named[:40].decode("latin-1"), "1 rank, 0" if ranks == 1 else f"{ranks} ranks, 0 to {ranks - 1}"
+        raise ProxyError(400, f"X-data-parallel-rank {shown} is beyond the decode server's: it has {has}")
 
 
 def _digest(key: bytes) -> bytes:

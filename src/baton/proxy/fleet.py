@@ -298,6 +298,11 @@ class ProxyInstance:
         self.learned = False
         self.set_info(None)
 
+    @property
+    def ranks(self) -> int | None:
+        """How many data-parallel ranks it has; None when it has not said."""
+        return self.info.dp_size if self.info is not None else None
+
     def next_rank(self) -> int:
         """One of its data-parallel ranks, each in its turn."""
         assert self.info is not None

@@ -27,6 +27,7 @@ from baton.proxy.admission import Gate
 from baton.proxy.answers import Correction, Prefilled, failed
 from baton.proxy.attempts import OF_THE_TRANSFER, Attempts, Cause, Retries, cause_of_status
 from baton.proxy.beat import Beat
+from baton.proxy.door import check_rank
 from baton.proxy.errors import Fault, ProxyError, StreamFailed
 from baton.proxy.fleet import Fleet, ProxyInstance
 from baton.proxy.metrics import Metrics
@@ -224,6 +225,7 @@ def choose(journey: Journey, way: Way) -> None:
 
     Raises:
         NoInstance: a pool has none.
+        ProxyError: 400, the decode server has no such rank as the client names.
     """
     prefills, decodes = way.fleet.usable(Role.PREFILL), way.fleet.usable(Role.DECODE)
     if journey.attempts is not None:
@@ -236,6 +238,7 @@ def choose(journey: Journey, way: Way) -> None:
         decodes = [each for each in decodes if way.fleet.may_pair(journey.prefill, each)]
         if decodes:
             journey.decode = way.decode_policy.pick(decodes)
+    check_rank(journey.decode_headers, journey.decode.ranks)
     journey.state = State.ADMITTED
 
 
