@@ -143,3 +143,21 @@ def test_an_engine_does_not_read_from_itself(own: str) -> None:
         assert problem(ticket, push=False, engine_id=own) == said
     assert problem(PULL, push=False, engine_id="another") is None
     assert problem(ASK, push=False, engine_id=own) is None
+
+
+def nested(depth: int) -> Any:
+    made: Any = 1
+    for _ in range(depth):
+        made = {"a": [made]}
+    return made
+
+
+@pytest.mark.parametrize("value", [nested(5), nested(400), 1 << 70, -(1 << 64), ["\ud800"], {"\udfff": 1}])
+def test_an_unknown_key_holds_nothing_that_cannot_be_sent_on(value: Any) -> None:
+    said = "kv_transfer_params.'later' is nested too deeply, or holds what has no place in a message"
+    assert problem({**PULL, "later": value}, push=False) == said
+
+
+@pytest.mark.parametrize("value", [None, 1, -1, 1.5, "\u20ac", [[1, "a"]], {"a": {"b": [None]}}, (1 << 64) - 1])
+def test_an_unknown_key_that_can_be_passes(value: Any) -> None:
+    assert problem({**PULL, "later": value}, push=False) is None

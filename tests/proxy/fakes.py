@@ -56,6 +56,7 @@ class FakeEngine:
     """One fake engine. ``answer`` replaces what it does; ``gone`` counts clients that left early.
 
     ``about`` is what it says of itself at ``/baton/engine``; None for a stock engine, which doesn't know the question.
+    ``metrics`` makes its ``/metrics``; None for one that has none.
     """
 
     role: Role
@@ -68,6 +69,7 @@ class FakeEngine:
     gone: int = 0
     about: dict[str, Any] | None = None
     asked: int = 0
+    metrics: Callable[[], str] | None = None
     server: TestServer | None = None
 
     @property
@@ -87,6 +89,7 @@ class FakeEngine:
         app.router.add_get("/health", self._ok)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/baton/engine", self._about)
+        app.router.add_get("/metrics", self._counts)
         self.server = TestServer(app, port=port or None)
         await self.server.start_server()
 
@@ -96,6 +99,9 @@ class FakeEngine:
     async def _about(self, _: web.Request) -> web.Response:
         self.asked += 1
         return web.Response(status=404) if self.about is None else web.json_response(self.about)
+
+    async def _counts(self, _: web.Request) -> web.Response:
+        return web.Response(status=404) if self.metrics is None else web.Response(text=self.metrics())
 
     async def _models(self, request: web.Request) -> web.Response:
         self._note(request)

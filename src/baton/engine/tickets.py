@@ -18,6 +18,7 @@ MAX_DIGESTS = 1 << 22
 MAX_RANKS = 1 << 16
 MAX_NUMBER = 1 << 31
 MAX_TIME = 1e15
+MAX_DEPTH = 8
 
 
 def _whole(value: Any) -> bool:
@@ -53,6 +54,22 @@ def _is_time(value: Any) -> bool:
     if not isinstance(value, int | float) or isinstance(value, bool):
         return False
     return abs(value) < MAX_TIME if isinstance(value, int) else math.isfinite(value) and abs(value) < MAX_TIME
+
+
+def _is_plain(value: Any, depth: int = 0) -> bool:
+    """Whether *value* can be sent to the engine at all: a value that is nested 900 times ends it (vllm 0.32)."""
+    if depth > MAX_DEPTH:
+        return False
+    match value:
+        case dict():
+            return all(_is_plain(key, depth) and _is_plain(each, depth + 1) for key, each in value.items())
+        case list() | tuple():
+            return all(_is_plain(each, depth + 1) for each in value)
+        case str():
+            return not any("\ud800" <= letter <= "\udfff" for letter in value) if not value.isascii() else True
+        case int():
+            return -(1 << 63) <= value < 1 << 64
+    return True
 
 
 def _are_blocks(groups: Any) -> bool:
@@ -105,6 +122,8 @@ def _wrong_value(ticket: Mapping[Any, Any]) -> str | None:
         holds, what = _RULES.get(key, (None, ""))
         if holds is not None and value is not None and not holds(value):
             return f"kv_transfer_params.{key} is not {what}"
+        if holds is None and not (_is_plain(key) and _is_plain(value)):
+            return f"kv_transfer_params.{key[:40]!a} is nested too deeply, or holds what has no place in a message"
     return None
 
 

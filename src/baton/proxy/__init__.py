@@ -5,6 +5,7 @@ from baton.proxy.door import read_keys
 from baton.proxy.fleet import Fleet, NoInstance
 from baton.proxy.routing import POLICIES
 from baton.proxy.tracing import TracingUnavailable
+from baton.proxy.transfer_policy import OnNoTransfer
 from baton.proxy.turns import MOST_TURNS, TTL_SECONDS
 
 __all__ = [
@@ -13,6 +14,7 @@ __all__ = [
     "TTL_SECONDS",
     "Fleet",
     "NoInstance",
+    "OnNoTransfer",
     "Proxy",
     "ProxySettings",
     "TracingUnavailable",

@@ -45,6 +45,8 @@ class Warmth(Protocol):
 
     def counts(self) -> dict[str, int] | None: ...
 
+    async def reasons(self) -> list[dict[str, Any]]: ...
+
 
 def routes(
     way: Way, carried: Callable[[Request], list[Header]], peers: Peers, warmth: Warmth | None = None
@@ -67,10 +69,12 @@ def routes(
             body["reason"] = fleet.conflict
         if warmth is not None and (pairs := warmth.counts()) is not None:
             body["warm_up"] = pairs
+        if warmth is not None:
+            body["reasons"] = await warmth.reasons()
         if not fleet.ready():
             return _json(503, {"status": "unavailable", **body})
         if warmth is not None and not await warmth.ready():
-            return _json(503, {"status": "warming up", **body})
+            return _json(503, {"status": "not proven" if body["reasons"] else "warming up", **body})
         return _json(200, {"status": "ok", **body})
 
     async def healthcheck(_: Request) -> Answer:
@@ -122,6 +126,10 @@ def routes(
         async with way.upstream.post(instance, request.target, headers, (raw,)) as response:
             return await read_answer(response)
 
+    async def reasons(_: Request) -> Answer:
+        """What another worker of this proxy asks the first one for."""
+        return _json(200, {"reasons": await warmth.reasons() if warmth is not None else []})
+
     own: dict[str, Route] = {
         "/health": health,
         "/readiness": health,
@@ -129,6 +137,7 @@ def routes(
         "/healthcheck": healthcheck,
         "/metrics": metrics,
         "/instances": instances,
+        "/reasons": reasons,
     }
     return {
         **{path: {"GET": route} for path, route in {**own, **dict.fromkeys(_READ, pass_get)}.items()},

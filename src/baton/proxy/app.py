@@ -37,6 +37,8 @@ from baton.proxy.modes import run_several, run_single, turn_of
 from baton.proxy.routing import POLICIES
 from baton.proxy.samples import parts
 from baton.proxy.tracing import Tracer
+from baton.proxy.transfer_policy import OnNoTransfer
+from baton.proxy.transfers import Transfers
 from baton.proxy.turns import MOST_TURNS, TTL_SECONDS, TurnStore
 from baton.proxy.upstream import Answer, Upstream
 from baton.proxy.warm_up import FirstWorkers, WarmUp
@@ -92,6 +94,9 @@ class ProxySettings:
         first_worker: the one of them that warms up for all; None when this one does.
         warm_up: whether each pair does one small hand-off before health is good.
         warm_up_seconds: limit for one pair.
+        on_no_transfer: what becomes of requests and of readiness when nothing is transferred; None is fail until the
+            proxy was ready once, and warn from then on.
+        scrape_seconds: between two looks at what engines count; 0 for none.
     """
 
     host: str
@@ -130,6 +135,8 @@ class ProxySettings:
     first_worker: str | None = None
     warm_up: bool = False
     warm_up_seconds: float = 30.0
+    on_no_transfer: OnNoTransfer | None = None
+    scrape_seconds: float = 0.0
 
 
 class Proxy:
@@ -152,14 +159,16 @@ class Proxy:
             signer = Signer() if settings.client_tickets else None
             self.turns = TurnStore(settings.turn_ttl_seconds, settings.max_turns, signer)
         tracer = Tracer(settings.otlp_endpoint) if settings.otlp_endpoint is not None else None
+        transfers = Transfers(settings.on_no_transfer)
         self.way = Way(
             self.fleet,
             Upstream(self.fleet, settings.request_timeout_seconds, settings.engine_tls),
             POLICIES[settings.prefill_policy or settings.policy](),
             POLICIES[settings.decode_policy or settings.policy](),
-            Metrics(self.fleet, gate, self.turns),
+            Metrics(self.fleet, gate, self.turns, transfers),
             gate,
             tracer,
+            transfers,
         )
         self._peers = Peers(settings.other_workers)
         self._engine_key = settings.engine_api_key.encode() if settings.engine_api_key else None
@@ -194,7 +203,7 @@ class Proxy:
             addresses = await self._server.listen(
                 settings.host, settings.port, tls=settings.tls, reuse_port=settings.reuse_port
             )
-        work = (self._probe_forever(), self.way.upstream.sweep_forever(), self._flush_forever())
+        work = (self._probe_forever(), self.way.upstream.sweep_forever(), self._flush_forever(), self._scrape_forever())
         self._background = [asyncio.create_task(each) for each in work]
         if self._warm_up is not None:
             self._warm_up.look()
@@ -204,8 +213,12 @@ class Proxy:
         settings = self.settings
         if settings.first_worker is not None:
             return FirstWorkers(settings.first_worker)
+        return WarmUp(self.way, self._own_headers(), settings.warm_up_seconds)
+
+    def _own_headers(self) -> list[Header]:
+        """What engines are told beside the body when the proxy itself asks."""
         nobody = Request("POST", b"/", [], http_1_0=False, keep_alive=True)
-        return WarmUp(self.way, carried(nobody, self._engine_key, own_keys=True), settings.warm_up_seconds)
+        return carried(nobody, self._engine_key, own_keys=True)
 
     async def stop(self, grace_seconds: float) -> None:
         """Take no more requests, finish what is open for *grace_seconds*, then cut the rest."""
@@ -390,6 +403,13 @@ class Proxy:
             await self.way.upstream.probe(self.fleet)
             if self._warm_up is not None:
                 self._warm_up.look()
+
+    async def _scrape_forever(self) -> None:
+        """Read what engines count of their transfers; for all workers the first one does."""
+        seconds = self.settings.scrape_seconds
+        while seconds and self.settings.first_worker is None:
+            await asyncio.sleep(seconds)
+            await self.way.transfers.scrape(self.fleet, self.way.upstream, self._own_headers())
 
     async def _flush_forever(self) -> None:
         while self._access_log is not None:

@@ -12,7 +12,7 @@ import enum
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import orjson
@@ -30,6 +30,7 @@ from baton.proxy.routing import Policy
 from baton.proxy.samples import Part
 from baton.proxy.ticket import ASK, Ticket
 from baton.proxy.tracing import Span, Tracer
+from baton.proxy.transfers import Transfers
 from baton.proxy.turns import Turn
 from baton.proxy.upstream import Answer, Leg, Upstream, read_answer, read_body
 
@@ -157,6 +158,7 @@ class Way:
         prefill_policy, decode_policy: each pool's own.
         gate: admits requests.
         tracer: None when nobody wants spans.
+        transfers: what became of the hand-offs, and what is done about those that were none.
     """
 
     fleet: Fleet
@@ -166,6 +168,7 @@ class Way:
     metrics: Metrics
     gate: Gate
     tracer: Tracer | None = None
+    transfers: Transfers = field(default_factory=Transfers)
 
 
 class EngineRefusal(Exception):
@@ -283,14 +286,14 @@ def decode_leg(journey: Journey, way: Way, ticket: Ticket | None, linger_seconds
 
 
 def note_without_ticket(journey: Journey, way: Way) -> None:
-    """The prefill server was asked for a ticket and gave none: not an error, but nobody wants it."""
+    """The prefill server was asked for a ticket and gave none.
+
+    Raises:
+        ProxyError: 503, the user wants no request that is not handed over.
+    """
     assert journey.prefill is not None
     way.metrics.without_ticket.inc()
-    logger.warning(
-        "%s gave no ticket for %s: the decode server computes the prompt itself",
-        journey.prefill.id,
-        journey.request_id.decode(),
-    )
+    way.transfers.without_ticket(journey.prefill, journey.request_id)
 
 
 async def prefill_alone(journey: Journey, way: Way) -> Answer:

@@ -14,6 +14,7 @@ from prometheus_client.registry import Collector
 
 from baton.proxy.admission import Gate
 from baton.proxy.fleet import Fleet
+from baton.proxy.transfers import Transfers
 from baton.proxy.turn_metrics import families
 from baton.proxy.turns import TurnStore
 
@@ -76,10 +77,13 @@ class Marks(Protocol):
 class Metrics(Collector):
     """All metrics of a proxy, counted by hand since they are counted often."""
 
-    def __init__(self, fleet: Fleet, gate: Gate, turns: TurnStore | None = None) -> None:
+    def __init__(
+        self, fleet: Fleet, gate: Gate, turns: TurnStore | None = None, transfers: Transfers | None = None
+    ) -> None:
         self._fleet = fleet
         self._gate = gate
         self._turns = turns
+        self._transfers = transfers
         self.request_seconds = Seconds()
         self.prefill_seconds = Seconds()
         self.inter_token_seconds = Seconds()
@@ -172,6 +176,8 @@ class Metrics(Collector):
         yield GaugeMetricFamily("baton_queued_requests", "Requests in line for a place", value=self._gate.waiting)
         if self._turns is not None:
             yield from families(self._turns)
+        if self._transfers is not None:
+            yield from self._transfers.families()
 
     def render(self, others: Iterable[bytes] = ()) -> bytes:
         """The text of all metrics, with those of other workers added.

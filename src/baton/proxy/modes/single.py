@@ -8,8 +8,10 @@ from typing import Any
 from baton.cluster import TransferMode
 from baton.proxy.errors import ProxyError
 from baton.proxy.journey import Deliver, Journey, Way
+from baton.proxy.modes.alone import run_or_alone
 from baton.proxy.modes.read import run_read
 from baton.proxy.modes.write import run_write
+from baton.proxy.transfer_policy import OnNoTransfer
 
 
 async def run_mixed(journey: Journey, way: Way, deliver: Deliver) -> None:
@@ -31,4 +33,8 @@ def run_single(journey: Journey, way: Way, deliver: Deliver) -> Coroutine[Any, A
         EngineRefusal: an engine answered with an error.
         ProxyError: a leg failed, or the fleet's engines cannot hand over to each other.
     """
-    return _RUNS[way.fleet.mode](journey, way, deliver)
+    transfers, run = way.transfers, _RUNS[way.fleet.mode]
+    transfers.expected += 1
+    if transfers.policy is OnNoTransfer.FALLBACK:
+        return run_or_alone(run, journey, way, deliver)
+    return run(journey, way, deliver)
