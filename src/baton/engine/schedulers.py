@@ -88,14 +88,15 @@ class Watchful(NixlBaseConnectorScheduler):
         """Take out notices of transfers that nobody waits for: vLLM (0.32, v1/core/sched/scheduler.py,
         ``_update_from_kv_xfer_finished``) asserts that it knows the request, and would free what is in use."""
         sent, received = connector_output.finished_sending or set(), connector_output.finished_recving or set()
-        stale = (sent - self._pinned) | (received - self._receiving)
-        if stale:
-            logger.warning("notices of transfers that nobody waits for are ignored: %s", ", ".join(sorted(stale)))
+        unsent, unawaited = sent - self._pinned, received - self._receiving
+        if unsent or unawaited:
+            named = ", ".join(sorted(unsent | unawaited))
+            logger.warning("notices of transfers that nobody waits for are ignored: %s", named)
             if len(self._read_early) > MOST_EARLY:
                 self._read_early.clear()
-            self._read_early |= sent & stale
-            connector_output.finished_sending = sent - stale
-            connector_output.finished_recving = received - stale
+            self._read_early |= unsent
+            connector_output.finished_sending = sent - unsent
+            connector_output.finished_recving = received - unawaited
         self._pinned -= sent
         self._receiving -= received
 
