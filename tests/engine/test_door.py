@@ -226,6 +226,7 @@ def test_the_engine_says_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
         "pp_size": 1,
         "dp_size": 4,
         "block_size": 32,
+        "device": "cpu",
         "bidirectional": True,
     }
 

@@ -90,6 +90,12 @@ def test_turns_go_both_ways_and_want_equal_blocks() -> None:
     assert found(*both) == ["block_size: P0 16, D1 32"]
 
 
+def test_on_cpu_blocks_are_equal() -> None:
+    here = {"device": "cpu"}
+    assert found({**engine(16), **here}, {**engine(32), **here}) == ["block_size: P0 16, D1 32"]
+    assert found({**engine(32), **here}, {**engine(32), **here}) == []
+
+
 def test_tensor_parallel_sizes_divide_one_another() -> None:
     assert found(engine(tp_size=4), engine(tp_size=2)) == found(engine(tp_size=2), engine(tp_size=8)) == []
     said = ["tp_size: P0 2, D1 3, of which neither divides the other"]

@@ -207,6 +207,7 @@ def _header(scope: Message, name: bytes) -> bytes:
 def about(vllm_config: Any) -> dict[str, Any]:
     """What an engine is, for who routes to it (docs/reference.md)."""
     from vllm import envs
+    from vllm.platforms import current_platform
 
     transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
     if transfer is None:
@@ -221,6 +222,7 @@ def about(vllm_config: Any) -> dict[str, Any]:
         "pp_size": parallel.pipeline_parallel_size,
         "dp_size": parallel.data_parallel_size,
         "block_size": vllm_config.cache_config.block_size,
+        "device": current_platform.device_type,
         "bidirectional": bool(transfer.get_from_extra_config("bidirectional_kv_xfer", False)),
         "compatibility": compatibility(vllm_config),
     }

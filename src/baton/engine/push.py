@@ -42,7 +42,7 @@ POLL_SECONDS = 0.05
 ANSWER_SECONDS = 30.0
 STALL_SECONDS = 10.0
 NO = b"BATON-NO:"
-"""How a notice begins by which P says that it won't push for a registration that says ``refusable``."""
+"""How a notice begins by which P says that it won't push for a registration that names its ``prompt``: only ours do."""
 
 REMEMBER_SECONDS = 600.0
 """How long a prefill server remembers that a request was cancelled which it has not finished yet."""
@@ -68,7 +68,7 @@ class BatonPushScheduler(Watchful, NixlPushConnectorScheduler):
                 ticket["do_remote_prefill"] = False
         super().update_state_after_alloc(request, blocks, num_external_tokens)
         if request.request_id in self._push_pending_registrations:
-            self._push_pending_registrations[request.request_id] |= {"refusable": True, "prompt": self._claim(request)}
+            self._push_pending_registrations[request.request_id] |= {"prompt": self._claim(request)}
             self._registered[request.request_id] = self._address(request, registered=True)
 
     def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
@@ -86,7 +86,7 @@ class BatonPushScheduler(Watchful, NixlPushConnectorScheduler):
             return False, None
         delayed, made = super().request_finished(request, block_ids)
         if delayed and made is not None:
-            tokens, salt = made["remote_num_tokens"], salt_of(request)
+            tokens, salt = request.num_prompt_tokens, salt_of(request)
             said = None if salt is None else digest(request.all_token_ids[:tokens], salt)
             self._prompts[request.request_id] = tokens, said
         return delayed, made

@@ -27,8 +27,10 @@ def differences(prefill: tuple[str, About], decode: tuple[str, About], mode: Tra
     if isinstance(one, dict) and isinstance(other, dict):
         found = [f"{key}: {p} {one[key]}, {d} {other[key]}" for key in one if key in other and one[key] != other[key]]
     sizes = [_number(about, "block_size") for about in (ours, theirs)]
-    both_ways = bool(ours.get("bidirectional") and theirs.get("bidirectional"))
-    if None not in sizes and not _blocks_fit(sizes[0] or 1, sizes[1] or 1, mode, both_ways):
+    # On CPU vLLM (0.32) takes blocks of another size and answers with garbage.
+    equal = "cpu" in (ours.get("device"), theirs.get("device"))
+    equal |= bool(ours.get("bidirectional") and theirs.get("bidirectional"))
+    if None not in sizes and not _blocks_fit(sizes[0] or 1, sizes[1] or 1, mode, equal):
         found.append(f"block_size: {p} {sizes[0]}, {d} {sizes[1]}")
     ranks = [_number(about, "tp_size") for about in (ours, theirs)]
     if None not in ranks and max(ranks) % min(ranks):  # type: ignore[type-var, operator]
@@ -36,11 +38,11 @@ def differences(prefill: tuple[str, About], decode: tuple[str, About], mode: Tra
     return found
 
 
-def _blocks_fit(prefill: int, decode: int, mode: TransferMode | None, both_ways: bool) -> bool:
+def _blocks_fit(prefill: int, decode: int, mode: TransferMode | None, equal: bool) -> bool:
     """Whoever asks for the other's layout must have blocks that are whole numbers of the other's (vllm 0.32,
     kv_connector/utils.py, ``block_size_ratio``): D when it reads, P when it writes, both when turns go back."""
     asks, answers = (prefill, decode) if mode is TransferMode.WRITE else (decode, prefill)
-    return asks == answers if both_ways else asks % answers == 0
+    return asks == answers if equal else asks % answers == 0
 
 
 def _number(about: About, key: str) -> int | None:

@@ -31,7 +31,7 @@ from baton.proxy.upstream import Answer, read_answer
 PATH = "/v1/completions"
 SHOWN = 200
 """Characters of an engine's refusal that are logged."""
-COUNT_SECONDS = 5.0
+COUNT_SECONDS = 10.0
 """How long an engine may take to publish what it counted."""
 LOOK_SECONDS = 0.1
 
