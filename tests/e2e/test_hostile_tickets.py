@@ -30,9 +30,9 @@ EXTRA = (
     '{"kv_connector_extra_config": {"kv_lease_duration": 12, "push_registration_timeout": 4}}',
 )
 MODES = {
+    "write": Engine(("--transfer-mode", "write", *EXTRA)),
     "read": Engine(EXTRA),
     "turns": Engine(("--bidirectional-kv", "--remote-pull-threshold", "1", *EXTRA)),
-    "write": Engine(("--transfer-mode", "write", *EXTRA)),
 }
 LISTS, IN_LIST = 8, 20
 """Tickets a mode and role: 160."""

@@ -184,9 +184,8 @@ def good(instance: ProxyInstance, answer: Answer) -> Any:
     """
     if answer.status != 200 or failed(answer.body):
         shown = answer.body.decode(errors="replace")[:SHOWN]
-        raise Failed(
-            cause_of(instance, answer.status), f"{instance.id} answered {answer.status}{hint(answer)}: {shown}"
-        )
+        said = f"{instance.id} answered {answer.status}{hint(instance, answer.status)}: {shown}"
+        raise Failed(cause_of(instance, answer.status), said)
     try:
         return orjson.loads(answer.body)
     except orjson.JSONDecodeError:
@@ -199,13 +198,19 @@ def cause_of(instance: ProxyInstance, status: int) -> Cause:
     return Cause.PREFILL_REFUSED if instance.endpoint.role is Role.PREFILL else Cause.DECODE_REFUSED
 
 
-def hint(answer: Answer) -> str:
+def hint(instance: ProxyInstance, status: int) -> str:
     """What a status says about how the engine was set up."""
-    match answer.status:
+    match status:
         case 401:
             return ": it asks for a key, see --engine-api-key"
         case 404 | 405:
             return ": is that an engine's address?"
+        case 500 if instance.endpoint.role is Role.DECODE:
+            # vLLM's answer says no more than that it failed.
+            return (
+                ": if it could not load the KV cache, its log says why after 'NIXL transfer failure' (a side channel "
+                "that cannot be reached, or engines that do not fit together)"
+            )
     return ""
 
 
