@@ -14,7 +14,6 @@ _NAMES = {
     b"vllm:nixl_bytes_transferred_count": "transfers",
     b"vllm:nixl_xfer_time_seconds_sum": "seconds",
     b"vllm:nixl_num_failed_transfers_total": "failures",
-    b"vllm:nixl_num_failed_handshakes_total": "failures",
     b"vllm:nixl_num_kv_expired_reqs_total": "expired",
     b"baton_kv_loads_total": "loads",
     b"baton_kv_refused_reads_total": "refused",
