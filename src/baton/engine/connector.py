@@ -31,7 +31,14 @@ _HOOKS = {
         *("has_pending_push_work", "_stop_heartbeat"),
     ),
     BatonPullWorker: (
-        *("_handle_heartbeat", "_nixl_handshake", "start_load_kv", "_read_blocks_for_req", "_read_blocks"),
+        *(
+            "_handle_heartbeat",
+            "_ensure_handshake",
+            "_nixl_handshake",
+            "start_load_kv",
+            "_read_blocks_for_req",
+            "_read_blocks",
+        ),
         *("_pop_done_transfers", "_send_pending_recv_notifs", "get_transfer_results", "shutdown"),
     ),
     BatonPushWorker: (

@@ -11,6 +11,7 @@ out after that and not with the read.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -33,11 +34,45 @@ BY_ENGINE = (
 
 
 class Counting(NixlBaseConnectorWorker):
-    """Counts renewed leases (vllm 0.32, nixl/base_worker.py ``_handle_heartbeat``), and forgets failed handshakes."""
+    """Counts renewed leases (vllm 0.32, nixl/base_worker.py ``_handle_heartbeat``), and forgets failed handshakes.
+
+    Handshakes are one an engine id, and whoever comes meanwhile shares what becomes of it: also with a ticket that says
+    another port. Here such a one tries its own when the other has failed.
+    """
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.xfer_stats = BatonStats()
+        self._shaking: dict[str, tuple[Any, ...]] = {}
+        self._shaking_lock = threading.RLock()
+
+    def _ensure_handshake(self, engine_id: str, *where: Any, **more: Any) -> Future[Any] | None:
+        wanted = (*where, *sorted(more.items()))
+        with self._shaking_lock:
+            with self._handshake_lock:
+                pending: Future[Any] | None = self._handshake_futures.get(engine_id)
+            if pending is None or self._shaking.get(engine_id) == wanted:
+                self._shaking[engine_id] = wanted
+                begun: Future[Any] | None = super()._ensure_handshake(engine_id, *where, **more)
+                return begun
+        own: Future[Any] = Future()
+
+        def settle(done: Future[Any]) -> None:
+            error = done.exception()
+            if error is None:
+                own.set_result(done.result())
+            else:
+                own.set_exception(error)
+
+        def others_is_over(done: Future[Any]) -> None:
+            again = self._ensure_handshake(engine_id, *where, **more) if done.exception() is not None else done
+            if again is None:
+                own.set_result(None)
+            else:
+                again.add_done_callback(settle)
+
+        pending.add_done_callback(others_is_over)
+        return own
 
     def _handle_heartbeat(self, payload: str) -> None:
         renewed = sum(request_id in self._reqs_to_send for request_id in payload.split(","))
