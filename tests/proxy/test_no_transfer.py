@@ -345,6 +345,19 @@ def test_what_begins_at_run_time_is_proven_anew_and_told(monkeypatch: pytest.Mon
     asyncio.run(go())
 
 
+def test_without_a_warm_up_requests_without_a_ticket_are_a_reason_all_the_same() -> None:
+    async def go() -> None:
+        async with house() as made:
+            assert "reasons" not in json.loads((await made.get("/readiness"))[1])
+            made.prefill[0].answer = no_ticket
+            async with made.post({"prompt": "x"}) as response:
+                assert response.status == 200
+            (reason,) = json.loads((await made.get("/readiness"))[1])["reasons"]
+            assert (reason["cause"], reason["instances"]) == ("no_ticket", ["P0"])
+
+    asyncio.run(go())
+
+
 def test_with_fail_a_fleet_that_stops_transferring_is_not_ready_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(warm_up, "SUSPECT_SECONDS", 0.0)
 

@@ -71,6 +71,8 @@ def routes(
             body["warm_up"] = pairs
         if warmth is not None:
             body["reasons"] = await warmth.reasons()
+        elif recent := way.transfers.reasons():
+            body["reasons"] = [each.said() for each in recent]
         if not fleet.ready():
             return _json(503, {"status": "unavailable", **body})
         if warmth is not None and not await warmth.ready():
