@@ -120,7 +120,7 @@ async def warming(house: House, **more: Any) -> AsyncIterator[tuple[Proxy, WarmU
 
 async def warm(house: House, **more: Any) -> Proxy:
     """The same, once its first round is over; stopped."""
-    async with warming(house, **more) as (proxy, state), asyncio.timeout(10.0):
+    async with warming(house, **more) as (proxy, state), asyncio.timeout(30.0):
         while not await state.ready() or state._running:
             await asyncio.sleep(0.005)
     return proxy
@@ -265,8 +265,8 @@ async def generation_failed(*_: Any) -> web.StreamResponse:
         ("D", refuses(401, "who"), "D0 answered 401: it asks for a key, see --engine-api-key"),
         ("D", generation_failed, "D0 answered 200: .*finish_reason"),
         ("D", breaks, "the decode server broke off its answer"),
-        ("D", hang, "warm-up of P0 to D0 failed: not done after 1 s"),
-        ("P", hang, "warm-up of P0 to D0 failed: not done after 1 s"),
+        ("D", hang, "warm-up of P0 to D0 failed: not done after 3 s"),
+        ("P", hang, "warm-up of P0 to D0 failed: not done after 3 s"),
         ("P", no_ticket, "P0 gave no ticket"),
         ("P", refuses(400, "no"), "P0 answered 400"),
     ],
@@ -279,7 +279,7 @@ def test_a_pair_that_fails_is_said_and_counted_and_blocks_nobody(
 
     async def test(house: House) -> None:
         (house.prefill if place == "P" else house.decode)[0].answer = answer
-        proxy = await warm(house, warm_up_seconds=1.0)
+        proxy = await warm(house, warm_up_seconds=3.0)
         assert proxy.way.metrics.warm_up_failures.family().samples[0].value == (1 if place == "D" else 2)
 
     with_house(test, decode=2)
