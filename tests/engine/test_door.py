@@ -24,7 +24,16 @@ def config(connector: str = "BatonNixlConnector") -> Any:
             kv_connector=connector, engine_id="e-1", kv_role="kv_consumer", get_from_extra_config=extra.get
         ),
         parallel_config=SimpleNamespace(tensor_parallel_size=2, pipeline_parallel_size=1, data_parallel_size=4),
-        cache_config=SimpleNamespace(block_size=32),
+        cache_config=SimpleNamespace(block_size=32, cache_dtype="auto"),
+        model_config=SimpleNamespace(
+            model="m",
+            dtype="torch.float32",
+            get_total_num_kv_heads=lambda: 4,
+            get_head_size=lambda: 32,
+            get_total_num_hidden_layers=lambda: 6,
+        ),
+        scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=True),
+        speculative_config=None,
     )
 
 
@@ -57,7 +66,13 @@ def streaming(events: Sequence[bytes], after_end: int, prompts: int = 1) -> Any:
     return app
 
 
-def call(app: Any, body: Any, path: str = "/v1/completions", connector: str = "BatonNixlConnector") -> list[Any]:
+def call(
+    app: Any,
+    body: Any,
+    path: str = "/v1/completions",
+    connector: str = "BatonNixlConnector",
+    headers: Sequence[tuple[bytes, bytes]] = (),
+) -> list[Any]:
     sent: list[Any] = []
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
     waiting = [
@@ -72,7 +87,7 @@ def call(app: Any, body: Any, path: str = "/v1/completions", connector: str = "B
         sent.append(dict(message))
 
     state = SimpleNamespace(state=SimpleNamespace(vllm_config=config(connector)))
-    scope = {"type": "http", "path": path, "method": "POST", "app": state}
+    scope = {"type": "http", "path": path, "method": "POST", "app": state, "headers": headers}
     asyncio.run(Door(app)(scope, receive, send))
     return sent
 
@@ -188,7 +203,20 @@ def test_the_engine_says_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     state = SimpleNamespace(state=SimpleNamespace(vllm_config=config()))
     scope = {"type": "http", "path": "/baton/engine", "method": "GET", "app": state}
     asyncio.run(Door(never)(scope, never, send))
-    assert json.loads(sent[1]["body"]) == {
+    said = json.loads(sent[1]["body"])
+    assert {**said.pop("compatibility"), "vllm_version": "?", "nixl_connector_version": "?"} == {
+        "vllm_version": "?",
+        "nixl_connector_version": "?",
+        "model": "m",
+        "dtype": "float32",
+        "kv_cache_dtype": "auto",
+        "num_kv_heads": 4,
+        "head_size": 32,
+        "num_layers": 6,
+        "hybrid_kv_cache": False,
+        "speculative": "none",
+    }
+    assert said == {
         "engine_id": "e-1",
         "transfer_mode": "pull",
         "role": "kv_consumer",
@@ -199,6 +227,7 @@ def test_the_engine_says_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
         "dp_size": 4,
         "block_size": 32,
         "kv_lease_seconds": 30,
+        "device": "cpu",
         "bidirectional": True,
     }
 
@@ -206,3 +235,46 @@ def test_the_engine_says_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("chunk", [b"data: [DONE]\n\n", b": comment\n\n", b"", b"event: x\n\n"])
 def test_a_chunk_without_an_object_stays(chunk: bytes) -> None:
     assert with_ticket(chunk, TICKET) == chunk
+
+
+BAD = {"prompt": "x", "kv_transfer_params": {"do_remote_prefill": True, "remote_port": "x"}}
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/invocations", "/v1/chat/completions/batch", "/some/day"])
+@pytest.mark.parametrize("coding", ["utf-8", "utf-16", "utf-32"])
+def test_every_path_and_every_coding_that_vllm_reads_is_looked_through(path: str, coding: str) -> None:
+    raw = json.dumps(BAD).encode(coding)
+    sent = call(never, raw, path)
+    assert sent[0]["status"] == 400
+    assert "remote_port" in json.loads(sent[1]["body"])["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "raw", [b'{"kv_transfer_params": {"a": NaN}, "do": 1%b}', b'{"kv_transfer_params": {"a": "\\ud800"}%b}']
+)
+def test_what_python_reads_as_json_is_looked_through(raw: bytes) -> None:
+    """orjson would not read it, and the ticket would pass unseen."""
+    assert len(tickets_in(raw % b"")) == 1
+
+
+def test_a_body_that_is_nested_too_deeply_is_refused() -> None:
+    raw = b'{"kv_transfer_params": ' + b'{"a":' * 200_000 + b"1" + b"}" * 200_001
+    sent = call(never, raw)
+    assert sent[0]["status"] == 400
+    assert json.loads(sent[1]["body"])["error"]["message"] == "the body is nested too deeply"
+
+
+@pytest.mark.parametrize("rank", [b"-1", b"4", b"x", b"1e0", b"99999999999999999999", b"\xb2"])
+def test_a_rank_that_the_engine_has_not_is_refused(rank: bytes) -> None:
+    sent = call(never, {"prompt": "x"}, headers=[(b"x-data-parallel-rank", rank)])
+    assert sent[0]["status"] == 400
+    assert "not a number from 0 to 3" in json.loads(sent[1]["body"])["error"]["message"]
+
+
+def test_a_rank_that_it_has_passes() -> None:
+    assert call(streaming([ONE], 0), {"prompt": "x"}, headers=[(b"x-data-parallel-rank", b"3")])[0]["status"] == 200
+
+
+def test_an_upload_passes_as_it_comes() -> None:
+    form = [(b"content-type", b"multipart/form-data; boundary=b")]
+    assert call(streaming([ONE], 0), json.dumps(BAD).encode(), "/v1/audio", headers=form)[0]["status"] == 200

@@ -113,3 +113,51 @@ def test_whatever_passes_has_what_the_connector_reads(ticket: dict[str, Any], pu
     else:
         assert isinstance(ticket["remote_request_id"], str)
         assert all(block >= 0 for group in ticket["remote_block_ids"] for block in group)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("remote_host", "a" * 2000, "is not a text of at most 1024 characters"),
+        ("remote_host", "a\0b", "is not a text of at most 1024 characters"),
+        ("remote_request_id", "\ud800", "is not a text of at most 1024 characters"),
+        ("remote_blocks_expiry_time", 10**400, "is not a number"),
+        ("remote_blocks_expiry_time", float("nan"), "is not a number"),
+        ("remote_block_ids", [[1 << 31]], "is not a list of lists of block numbers"),
+        ("tp_size", 0, "is not a whole number from 1 to 65536"),
+        ("tp_size", None, "is null"),
+        ("pp_size", None, "is null"),
+        ("block_digests", "\u00e9", "is not a text in base64"),
+        ("remote_block_size", -1, "is not a whole number of 0 or more"),
+    ],
+)
+def test_values_that_would_break_something_later_are_named(key: str, value: Any, said: str) -> None:
+    assert problem({**PULL, key: value}, push=False) == f"kv_transfer_params.{key} {said}"
+
+
+@pytest.mark.parametrize("own", ["e", "e_dp3"])
+def test_an_engine_does_not_read_from_itself(own: str) -> None:
+    for named in ("e", "e_dp0"):
+        ticket = {**PULL, "remote_engine_id": named}
+        said = "kv_transfer_params.remote_engine_id is this engine itself"
+        assert problem(ticket, push=False, engine_id=own) == said
+    assert problem(PULL, push=False, engine_id="another") is None
+    assert problem(ASK, push=False, engine_id=own) is None
+
+
+def nested(depth: int) -> Any:
+    made: Any = 1
+    for _ in range(depth):
+        made = {"a": [made]}
+    return made
+
+
+@pytest.mark.parametrize("value", [nested(5), nested(400), 1 << 70, -(1 << 64), ["\ud800"], {"\udfff": 1}])
+def test_an_unknown_key_holds_nothing_that_cannot_be_sent_on(value: Any) -> None:
+    said = "kv_transfer_params.'later' is nested too deeply, or holds what has no place in a message"
+    assert problem({**PULL, "later": value}, push=False) == said
+
+
+@pytest.mark.parametrize("value", [None, 1, -1, 1.5, "\u20ac", [[1, "a"]], {"a": {"b": [None]}}, (1 << 64) - 1])
+def test_an_unknown_key_that_can_be_passes(value: Any) -> None:
+    assert problem({**PULL, "later": value}, push=False) is None

@@ -68,6 +68,7 @@ class FakeEngine:
     ``health`` is the status of `/health`, None to hang there, and ``probed`` counts who asked.
     With ``front`` something before it answers in its place: it takes no KV cache.
     ``about`` is what it says of itself at ``/baton/engine``; None for a stock engine, which doesn't know the question.
+    ``metrics`` makes its ``/metrics``; None for one that has none.
     """
 
     role: Role
@@ -83,6 +84,7 @@ class FakeEngine:
     asked: int = 0
     health: int | None = 200
     probed: int = 0
+    metrics: Callable[[], str] | None = None
     server: TestServer | None = None
 
     @property
@@ -102,6 +104,7 @@ class FakeEngine:
         app.router.add_get("/health", self._ok)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/baton/engine", self._about)
+        app.router.add_get("/metrics", self._counts)
         self.server = TestServer(app, port=port or None)
         await self.server.start_server()
 
@@ -114,6 +117,9 @@ class FakeEngine:
     async def _about(self, _: web.Request) -> web.Response:
         self.asked += 1
         return web.Response(status=404) if self.about is None else web.json_response(self.about)
+
+    async def _counts(self, _: web.Request) -> web.Response:
+        return web.Response(status=404) if self.metrics is None else web.Response(text=self.metrics())
 
     async def _models(self, request: web.Request) -> web.Response:
         self._note(request)

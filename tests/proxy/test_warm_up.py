@@ -15,7 +15,7 @@ from aiohttp import web
 
 from baton.cluster import Role
 from baton.http import Request
-from baton.proxy import Proxy, ProxySettings, warm_up
+from baton.proxy import OnNoTransfer, Proxy, ProxySettings, warm_up
 from baton.proxy.warm_up import WarmUp, key, pairs
 from tests.proxy.fakes import FakeEngine, House, decode_answer, hang, prefill_answer, until, with_house
 from tests.proxy.test_fleet import fleet
@@ -45,7 +45,7 @@ def test_every_pair_hands_over_exactly_once() -> None:
         assert [len(each.bodies) for each in house.decode] == [2, 2, 2]
         assert len(house.ledger.pulled) == 6
         assert house.ledger.held == set()
-        assert json.loads((await house.get("/health"))[1])["warm_up"] == {"pairs": 6, "tried": 6}
+        assert some(json.loads((await house.get("/health"))[1])["warm_up"]) == {"pairs": 6, "tried": 6}
         # and no more later on
         house.proxy._warm_up.look()  # type: ignore[union-attr]
         await asyncio.sleep(0.1)
@@ -108,6 +108,7 @@ def test_each_engine_has_one_at_a_time_and_others_go_on_meanwhile() -> None:
 async def warming(house: House, **more: Any) -> AsyncIterator[tuple[Proxy, WarmUp]]:
     """Another proxy over the engines of *house*, and its warm-up, which has begun."""
     own = {"host": "127.0.0.1", "port": 0, "warm_up": True, "probe_interval_seconds": 0.05}
+    own["on_no_transfer"] = OnNoTransfer.WARN
     proxy = Proxy(ProxySettings(endpoints=house.proxy.settings.endpoints, **{**own, **more}))
     await proxy.start()
     try:
@@ -119,7 +120,7 @@ async def warming(house: House, **more: Any) -> AsyncIterator[tuple[Proxy, WarmU
 
 async def warm(house: House, **more: Any) -> Proxy:
     """The same, once its first round is over; stopped."""
-    async with warming(house, **more) as (proxy, state), asyncio.timeout(10.0):
+    async with warming(house, **more) as (proxy, state), asyncio.timeout(30.0):
         while not await state.ready() or state._running:
             await asyncio.sleep(0.005)
     return proxy
@@ -141,10 +142,10 @@ def test_health_is_good_only_when_all_pairs_were_tried() -> None:
         gate = asyncio.Event()
         house.decode[1].answer = gated(gate)
         async with warming(house) as (proxy, state):
-            await until(lambda: state.counts() == {"pairs": 2, "tried": 1})
+            await until(lambda: some(state.counts()) == {"pairs": 2, "tried": 1})
             assert await health(proxy) == (503, {"status": "warming up", "warm_up": {"pairs": 2, "tried": 1}})
             gate.set()
-            await until(lambda: state.counts() == {"pairs": 2, "tried": 2})
+            await until(lambda: some(state.counts()) == {"pairs": 2, "tried": 2})
             assert await health(proxy) == (200, {"status": "ok", "warm_up": {"pairs": 2, "tried": 2}})
 
     with_house(test, decode=2)
@@ -170,7 +171,12 @@ async def health(proxy: Proxy) -> tuple[int, dict[str, Any]]:
     request = Request("GET", b"/health", [], http_1_0=False, keep_alive=True)
     answer = await proxy._answer(request)
     body = json.loads(answer.body)
-    return answer.status, {name: body[name] for name in ("status", "warm_up")}
+    return answer.status, {"status": body["status"], "warm_up": some(body["warm_up"])}
+
+
+def some(counts: dict[str, int]) -> dict[str, int]:
+    """How many pairs there are, and how many were tried."""
+    return {name: counts[name] for name in ("pairs", "tried")}
 
 
 async def restart(house: House, engine: FakeEngine) -> None:
@@ -204,7 +210,7 @@ def test_an_engine_that_is_not_up_yet_is_waited_for_a_while(monkeypatch: pytest.
         assert house.decode[1].server is not None
         await house.decode[1].server.close()
         async with warming(house) as (_, state):
-            await until(lambda: state.counts() == {"pairs": 2, "tried": 1})
+            await until(lambda: some(state.counts()) == {"pairs": 2, "tried": 1})
             await until(lambda: not state._running)
             monkeypatch.setattr(warm_up, "STRAGGLER_SECONDS", 1000.0)
             assert await state.ready() is False
@@ -221,10 +227,10 @@ def test_an_engine_that_comes_up_late_is_in_the_first_round() -> None:
         port = late.endpoint.port
         await late.server.close()
         async with warming(house) as (_, state):
-            await until(lambda: state.counts() == {"pairs": 2, "tried": 1})
+            await until(lambda: some(state.counts()) == {"pairs": 2, "tried": 1})
             assert await state.ready() is False
             await late.start_on(port)
-            await until(lambda: state.counts() == {"pairs": 2, "tried": 2})
+            await until(lambda: some(state.counts()) == {"pairs": 2, "tried": 2})
             assert await state.ready() is True
             assert len(late.bodies) == 1
 
@@ -259,8 +265,8 @@ async def generation_failed(*_: Any) -> web.StreamResponse:
         ("D", refuses(401, "who"), "D0 answered 401: it asks for a key, see --engine-api-key"),
         ("D", generation_failed, "D0 answered 200: .*finish_reason"),
         ("D", breaks, "the decode server broke off its answer"),
-        ("D", hang, "warm-up of P0 to D0 failed: not done after 1 s"),
-        ("P", hang, "warm-up of P0 to D0 failed: not done after 1 s"),
+        ("D", hang, "warm-up of P0 to D0 failed: not done after 3 s"),
+        ("P", hang, "warm-up of P0 to D0 failed: not done after 3 s"),
         ("P", no_ticket, "P0 gave no ticket"),
         ("P", refuses(400, "no"), "P0 answered 400"),
     ],
@@ -273,7 +279,7 @@ def test_a_pair_that_fails_is_said_and_counted_and_blocks_nobody(
 
     async def test(house: House) -> None:
         (house.prefill if place == "P" else house.decode)[0].answer = answer
-        proxy = await warm(house, warm_up_seconds=1.0)
+        proxy = await warm(house, warm_up_seconds=3.0)
         assert proxy.way.metrics.warm_up_failures.family().samples[0].value == (1 if place == "D" else 2)
 
     with_house(test, decode=2)

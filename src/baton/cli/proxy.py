@@ -21,6 +21,7 @@ from baton.proxy import (
     TTL_SECONDS,
     BadInstancesFile,
     BreakerRules,
+    OnNoTransfer,
     ProbeRules,
     ProxySettings,
     Retries,
@@ -185,6 +186,8 @@ def settings_of(args: argparse.Namespace, endpoints: tuple[Endpoint, ...]) -> Pr
         access_log=args.access_log,
         warm_up=args.warm_up,
         warm_up_seconds=args.warm_up_timeout_secs,
+        on_no_transfer=None if args.on_no_transfer is None else OnNoTransfer(args.on_no_transfer),
+        scrape_seconds=args.transfer_metrics_interval_secs,
         otlp_endpoint=traces_url(args.otlp_traces_endpoint or OTLP) if args.enable_trace else None,
         turns=turns,
         turn_ttl_seconds=args.turn_ttl_seconds,
@@ -416,6 +419,19 @@ def _engines(parser: Parser) -> None:
     )
     group.add_argument(
         "--warm-up-timeout-secs", type=seconds, default=30.0, metavar="S", help="limit for one pair (default: 30)"
+    )
+    group.add_argument(
+        "--on-no-transfer",
+        choices=list(map(str, OnNoTransfer)),
+        help="when no KV cache is transferred: fail, not ready, and requests without a ticket are 503; fallback, the "
+        "decode server computes the prompt; warn, that and said (default: fail until ready once, then warn)",
+    )
+    group.add_argument(
+        "--transfer-metrics-interval-secs",
+        type=count_or_zero,
+        default=10.0,
+        metavar="S",
+        help="between two looks at what engines count of their transfers, for /metrics (default: 10; 0: never)",
     )
     group.add_argument("--engine-ca-file", metavar="PEM", help="who vouches for engines at https URLs")
 

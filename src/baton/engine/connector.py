@@ -24,15 +24,27 @@ _HOOKS = {
     BatonPullScheduler: (
         *("set_xfer_handshake_metadata", "get_num_new_matched_tokens", "update_state_after_alloc", "request_finished"),
         *("build_connector_meta", "update_connector_output", "_stop_heartbeat", "_get_remote_prefill_token_count"),
+        "_nixl_handshake_listener",
     ),
     BatonPushScheduler: (
         *("update_state_after_alloc", "request_finished", "update_connector_output", "build_connector_meta"),
         *("has_pending_push_work", "_stop_heartbeat"),
     ),
-    BatonPullWorker: ("_handle_heartbeat",),
+    BatonPullWorker: (
+        *(
+            "_handle_heartbeat",
+            "_ensure_handshake",
+            "_nixl_handshake",
+            "start_load_kv",
+            "_read_blocks_for_req",
+            "_read_blocks",
+        ),
+        *("_pop_done_transfers", "_send_pending_recv_notifs", "get_transfer_results", "shutdown"),
+    ),
     BatonPushWorker: (
         *("start_load_kv", "get_transfer_results", "_handle_push_reg_notif", "_pop_matching_registration"),
         *("_pop_matching_finished_blocks", "_do_start_push_kv", "_ensure_handshake", "_pop_done_transfers"),
+        "_get_new_notifs",
     ),
 }
 

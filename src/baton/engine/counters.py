@@ -22,6 +22,11 @@ COUNTERS = {
     "refused_tokens": ("baton_kv_refused_tokens", "Tokens of kept turns that were not those of the next prompt."),
     "leases_pinned": ("baton_kv_leases_pinned", "Finished requests whose blocks wait for a reader."),
     "leases_renewed": ("baton_kv_leases_renewed", "Leases that a waiting reader had renewed."),
+    "bad_tickets": ("baton_kv_bad_tickets", "Tickets that name blocks or ranks which cannot be: nothing was read."),
+    "refused_reads": (
+        "baton_kv_refused_reads",
+        "Reads that were not used, since the other engine did not hold those blocks for that prompt any more.",
+    ),
     "turns_declined": ("baton_kv_turns_declined", "Turns that were not kept since kept ones fill their share."),
 }
 WAITS = "wait_seconds"

@@ -1,13 +1,15 @@
 """The engine's door: an ASGI middleware, vLLM's own way (``--middleware``) to stand before its API.
 
-It refuses tickets that would break the engine, adds ``kv_transfer_params`` to the last chunk of a stream whose request
-carried some (vLLM 0.32 gives them in JSON answers only), and says at ``GET /baton/engine`` what this engine is.
+It refuses tickets that would break the engine, whatever the path by which they come. It adds ``kv_transfer_params`` to
+the last chunk of a stream whose request carried some (vLLM 0.32 gives them in JSON answers only), and says at
+``GET /baton/engine`` what this engine is.
 """
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
+import json
 from collections.abc import AsyncGenerator, Awaitable, Callable, MutableMapping
 from typing import Any
 
@@ -20,9 +22,9 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
 ABOUT = "/baton/engine"
-GENERATION = frozenset(
-    ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/inference/v1/generate")
-)
+_FORM = b"multipart/form-data"
+"""Of uploads: they carry no ticket, and are not read twice."""
+_RANK = b"x-data-parallel-rank"
 _KEY = "kv_transfer_params"
 _DONE = b"data: [DONE]"
 
@@ -73,7 +75,7 @@ class Door:
             await self._app(scope, receive, send)
         elif scope["path"] == ABOUT and scope["method"] == "GET":
             await answer(send, 200, about(scope["app"].state.vllm_config))
-        elif scope["path"] in GENERATION and scope["method"] == "POST":
+        elif scope["method"] == "POST" and not _header(scope, b"content-type").startswith(_FORM):
             await self._generate(scope, receive, send)
         else:
             await self._app(scope, receive, send)
@@ -82,7 +84,16 @@ class Door:
         messages = [await receive()]
         while messages[-1].get("more_body"):
             messages.append(await receive())
-        tickets = tickets_in(b"".join(message.get("body", b"") for message in messages))
+        config = scope["app"].state.vllm_config
+        try:
+            tickets = tickets_in(b"".join(message.get("body", b"") for message in messages))
+        except RecursionError:
+            await refuse(send, "the body is nested too deeply", None)
+            return
+        wrong = rank_problem(_header(scope, _RANK), config)
+        if wrong is not None:
+            await refuse(send, wrong, _RANK.decode())
+            return
 
         async def replay() -> Message:
             return messages.pop(0) if messages else await receive()
@@ -90,11 +101,13 @@ class Door:
         if not tickets:
             await self._app(scope, replay, send)
             return
-        push = _pushes(scope["app"].state.vllm_config)
-        wrong = next((found for found in (problem(ticket, push=push) for ticket in tickets) if found), None)
+        push, transfer = _pushes(config), config.kv_transfer_config
+        own = transfer.engine_id if transfer is not None else None
+        wrong = next(
+            (found for found in (problem(ticket, push=push, engine_id=own) for ticket in tickets) if found), None
+        )
         if wrong is not None:
-            error = {"message": wrong, "type": "BadRequestError", "param": _KEY, "code": 400}
-            await answer(send, 400, {"error": error})
+            await refuse(send, wrong, _KEY)
             return
         outcome = Outcome()
         token = CURRENT.set(outcome)
@@ -155,13 +168,19 @@ def with_ticket(chunk: bytes, ticket: dict[str, Any]) -> bytes:
 
 
 def tickets_in(body: bytes) -> list[Any]:
-    """Every ticket that vLLM would find in a request's *body*; none when it is no JSON object: vLLM says so itself."""
-    # An escape may spell any letter of the key.
-    if body.find(_KEY.encode()) < 0 and body.find(b"\\u") < 0:
+    """Every ticket that vLLM would find in a request's *body*; none when it is no JSON object: vLLM says so itself.
+
+    Read as vLLM reads it: by Python's own parser, which takes UTF-16, NaN and lone surrogates for good.
+
+    Raises:
+        RecursionError: it is nested too deeply to be read.
+    """
+    # An escape may spell any letter of the key, and in UTF-16 or -32 there is a zero in each.
+    if body.find(_KEY.encode()) < 0 and body.find(b"\\u") < 0 and body.find(b"\0") < 0:
         return []
     try:
-        value = orjson.loads(body)
-    except orjson.JSONDecodeError:
+        value = json.loads(body)
+    except ValueError:
         return []
     found: list[Any] = []
     for place in ((), ("vllm_xargs",), ("extra_args",), ("sampling_params",), ("sampling_params", "extra_args")):
@@ -173,9 +192,22 @@ def tickets_in(body: bytes) -> list[Any]:
     return found
 
 
+def rank_problem(said: bytes, vllm_config: Any) -> str | None:
+    """What is wrong with the data-parallel rank that a request asks for, or None. vLLM asks it of no number."""
+    ranks = vllm_config.parallel_config.data_parallel_size
+    if not said or (said.isdigit() and len(said) < 8 and int(said) < ranks):
+        return None
+    return f"X-data-parallel-rank is {said[:40].decode('latin-1')!r}, not a number from 0 to {ranks - 1}"
+
+
+def _header(scope: Message, name: bytes) -> bytes:
+    return next((bytes(value) for key, value in scope.get("headers", ()) if key == name), b"")
+
+
 def about(vllm_config: Any) -> dict[str, Any]:
     """What an engine is, for who routes to it (docs/reference.md)."""
     from vllm import envs
+    from vllm.platforms import current_platform
 
     transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
     if transfer is None:
@@ -191,13 +223,44 @@ def about(vllm_config: Any) -> dict[str, Any]:
         "dp_size": parallel.data_parallel_size,
         "block_size": vllm_config.cache_config.block_size,
         "kv_lease_seconds": transfer.get_from_extra_config("kv_lease_duration", 30),
+        "device": current_platform.device_type,
         "bidirectional": bool(transfer.get_from_extra_config("bidirectional_kv_xfer", False)),
+        "compatibility": compatibility(vllm_config),
+    }
+
+
+def compatibility(vllm_config: Any) -> dict[str, Any]:
+    """What two engines must have in common to hand over, by name.
+
+    The same that vLLM hashes (0.32, nixl/metadata.py, ``compute_nixl_compatibility_hash``), since a hash cannot say
+    which of its parts differs; without the attention backend, which only workers know.
+    """
+    from vllm import __version__
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NIXL_CONNECTOR_VERSION
+
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    speculative = vllm_config.speculative_config
+    return {
+        "vllm_version": __version__,
+        "nixl_connector_version": str(NIXL_CONNECTOR_VERSION),
+        "model": model.model,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "kv_cache_dtype": str(cache.cache_dtype),
+        "num_kv_heads": model.get_total_num_kv_heads(),
+        "head_size": model.get_head_size(),
+        "num_layers": model.get_total_num_hidden_layers(),
+        "hybrid_kv_cache": not vllm_config.scheduler_config.disable_hybrid_kv_cache_manager,
+        "speculative": f"{speculative.method} {speculative.model}" if speculative is not None else "none",
     }
 
 
 def _pushes(vllm_config: Any) -> bool:
     transfer = vllm_config.kv_transfer_config
     return transfer is not None and "Push" in (transfer.kv_connector or "")
+
+
+async def refuse(send: Send, message: str, param: str | None) -> None:
+    await answer(send, 400, {"error": {"message": message, "type": "BadRequestError", "param": param, "code": 400}})
 
 
 async def answer(send: Send, status: int, value: dict[str, Any]) -> None:

@@ -12,6 +12,9 @@ decode server says so:
    such a P drops every registration it held when it wakes (:attr:`PushBounds.stall_seconds`), so that it never writes
    into blocks that are somebody else's by then.
 4. A P that drops a registration says so, and D registers again what it still waits for.
+
+D gives up by itself what is not pushed within ``push_registration_timeout`` (vLLM only logs it), in the same way, and
+fails the request. And P pushes only what was registered for the same prompt: else it says no, and D's request fails.
 """
 
 from __future__ import annotations
@@ -30,13 +33,17 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_worker import NixlPu
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.utils import get_base_request_id
 
 from baton.engine.bounds import PushBounds
-from baton.engine.schedulers import Watchful
+from baton.engine.held import digest
+from baton.engine.schedulers import Watchful, salt_of
 from baton.engine.workers import Counting
 
 logger = logging.getLogger("vllm.baton")
 
 POLL_SECONDS = 0.05
 """How often a worker that has nothing in flight looks for notifications: nobody wakes it for a cancellation."""
+
+NO = b"BATON-NO:"
+"""How a notice begins by which P says that it won't push for a registration that names its ``prompt``: only ours do."""
 
 REMEMBER_SECONDS = 600.0
 """How long a prefill server remembers that a request was cancelled which it has not finished yet."""
@@ -49,6 +56,7 @@ class BatonPushScheduler(Watchful, NixlPushConnectorScheduler):
         super().__init__(*args)
         self._registered: dict[str, dict[str, Any]] = {}
         self._cancelled: dict[str, dict[str, Any]] = {}
+        self._prompts: dict[str, tuple[int, bytes | None]] = {}
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         ticket = request.kv_transfer_params
@@ -61,6 +69,7 @@ class BatonPushScheduler(Watchful, NixlPushConnectorScheduler):
                 ticket["do_remote_prefill"] = False
         super().update_state_after_alloc(request, blocks, num_external_tokens)
         if request.request_id in self._push_pending_registrations:
+            self._push_pending_registrations[request.request_id] |= {"prompt": self._claim(request)}
             self._registered[request.request_id] = self._address(request, registered=True)
 
     def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
@@ -76,7 +85,12 @@ class BatonPushScheduler(Watchful, NixlPushConnectorScheduler):
             ticket["do_remote_prefill"] = False
             self._stop_heartbeat(request.request_id)
             return False, None
-        return super().request_finished(request, block_ids)
+        delayed, made = super().request_finished(request, block_ids)
+        if delayed and made is not None:
+            tokens, salt = request.num_prompt_tokens, salt_of(request)
+            said = None if salt is None else digest(request.all_token_ids[:tokens], salt)
+            self._prompts[request.request_id] = tokens, said
+        return delayed, made
 
     def update_connector_output(self, connector_output: Any) -> None:
         super().update_connector_output(connector_output)
@@ -87,6 +101,7 @@ class BatonPushScheduler(Watchful, NixlPushConnectorScheduler):
         cancelled, self._cancelled = self._cancelled, {}
         meta = super().build_connector_meta(scheduler_output)
         meta.push_cancellations = cancelled
+        meta.push_prompts, self._prompts = self._prompts, {}
         return meta
 
     def has_pending_push_work(self) -> bool:
@@ -156,19 +171,25 @@ class BatonPushWorker(Counting, NixlPushConnectorWorker):
         self._push_writer_stop = self._pulse = _Pulse(self._bounds.stall_seconds)
         # decode, the main thread's: registrations under way, and those cancelled and unanswered, by request, with the
         # time when each is given up
-        self._sent: dict[str, dict[str, Any]] = {}
         self._unanswered: dict[str, float] = {}
+        self._awaited: dict[str, tuple[float, dict[str, Any]]] = {}
+        self._given_up: set[str] = set()
         # decode: registrations that a prefill server says it has dropped; from the writer to the main thread
         self._lost: queue.SimpleQueue[str] = queue.SimpleQueue()
+        extra = self.vllm_config.kv_transfer_config.get_from_extra_config
+        self._patience = float(extra("push_registration_timeout", extra("decoder_kv_blocks_ttl", 480)))
         # prefill: the writer's
         self._cancelled_at: dict[str, float] = {}
         self._pushing: set[str] = set()
+        self._prompts: dict[str, tuple[int, bytes | None]] = {}
 
     # decode
 
     def start_load_kv(self, metadata: Any) -> None:
+        self._prompts.update(getattr(metadata, "push_prompts", {}))
         super().start_load_kv(metadata)
-        self._sent.update(metadata.push_registrations or {})
+        until = time.monotonic() + self._patience
+        self._awaited.update({name: (until, said) for name, said in metadata.push_registrations.items()})
         cancelled = getattr(metadata, "push_cancellations", None) or {}
         for request_id, cancellation in cancelled.items():
             self._reg_send_inbox.put((request_id, {**cancellation, "decode_tp_rank": self.tp_rank}))
@@ -181,6 +202,7 @@ class BatonPushWorker(Counting, NixlPushConnectorWorker):
 
     def get_transfer_results(self) -> Any:
         now = time.monotonic()
+        self._lose_patience(now)
         for request_id, until in list(self._unanswered.items()):
             if request_id not in self._recving_metadata:
                 del self._unanswered[request_id]
@@ -190,8 +212,9 @@ class BatonPushWorker(Counting, NixlPushConnectorWorker):
                 self._failed_recv_reqs.put(request_id)
         self._register_again()
         results = super().get_transfer_results()
-        if self._sent:
-            self._sent = {each: sent for each, sent in self._sent.items() if each in self._recving_metadata}
+        for request_id in results.finished_sending:
+            self._prompts.pop(request_id, None)
+        self._given_up -= results.finished_recving
         return results
 
     def _register_again(self) -> None:
@@ -199,12 +222,40 @@ class BatonPushWorker(Counting, NixlPushConnectorWorker):
         again = False
         while not self._lost.empty():
             request_id = self._lost.get()
-            if request_id in self._recving_metadata and request_id in self._sent and request_id not in self._unanswered:
+            awaited = self._awaited.get(request_id)
+            if request_id in self._recving_metadata and awaited is not None and request_id not in self._unanswered:
                 logger.warning("the registration of %s was dropped: it is sent again", request_id)
-                self._reg_send_inbox.put((request_id, self._sent[request_id]))
+                self._reg_send_inbox.put((request_id, awaited[1]))
                 again = True
         if again:
             self._push_writer_wake.set()
+
+    def _lose_patience(self, now: float) -> None:
+        """Give up what nobody has pushed for so long: P is told, and the request fails with its answer or without."""
+        for request_id, (until, said) in list(self._awaited.items()):
+            if request_id not in self._recving_metadata:
+                del self._awaited[request_id]
+            elif now > until:
+                del self._awaited[request_id]
+                logger.warning("nobody has pushed for %s in %g s: it is given up", request_id, self._patience)
+                self._given_up.add(request_id)
+                self._unanswered[request_id] = now + self._bounds.answer_seconds
+                cancellation = {**said, "cancelled": True, "registered": True, "decode_tp_rank": self.tp_rank}
+                self._reg_send_inbox.put((request_id, cancellation))
+                self._push_writer_wake.set()
+
+    def _get_new_notifs(self) -> set[str]:
+        for _ in range(self._pending_completion_notifs.qsize()):
+            notice = self._pending_completion_notifs.get()
+            if notice.startswith(NO):
+                request_id = notice.removeprefix(NO).decode(errors="replace")
+                logger.warning("nothing is pushed for %s: the other engine holds another prompt", request_id)
+                self.xfer_stats.add("refused_reads")
+                self._failed_recv_reqs.put(request_id)
+            else:
+                self._pending_completion_notifs.put(notice)
+        made: set[str] = super()._get_new_notifs()
+        return made
 
     # prefill
 
@@ -246,11 +297,21 @@ class BatonPushWorker(Counting, NixlPushConnectorWorker):
         return found
 
     def _do_start_push_kv(self, request_id: str, local_block_ids: Any, registration_data: dict[str, Any]) -> None:
+        if registration_data.get("refused"):
+            self._tell(registration_data, NO + registration_data["request_id"].encode())
+            return
         if registration_data.get("cancelled"):
             if registration_data["registered"]:
                 self._answer(request_id, registration_data)
             else:
                 self._free(request_id)
+            return
+        wanted, ours = registration_data.get("prompt"), self._prompts.get(request_id)
+        if wanted and ours and None not in (wanted[1], ours[1]) and tuple(wanted) != ours:
+            logger.warning("%s is not pushed to %s: another prompt", request_id, registration_data["request_id"])
+            # Whoever is meant may still come.
+            self._push_finished_blocks[request_id] = local_block_ids
+            self._do_start_push_kv(request_id, (), {**registration_data, "refused": True})
             return
         self._pushing.add(registration_data["request_id"])
         super()._do_start_push_kv(request_id, local_block_ids, registration_data)
@@ -265,30 +326,32 @@ class BatonPushWorker(Counting, NixlPushConnectorWorker):
         Or all its ranks, that nothing will unless they register again, when *cancellation* is a registration that was
         ``lost``.
         """
-        engine_id = cancellation["decode_engine_id"]
-        waiting = self._ensure_handshake(
-            engine_id, cancellation["decode_host"], cancellation["decode_port"], cancellation["decode_tp_size"]
-        )
+        if cancellation.get("lost"):
+            # Every rank of the decode server has registered.
+            lost = msgspec.msgpack.encode({"request_id": request_id, "lost": True})
+            self._tell(cancellation, PUSH_REG_NOTIF_PREFIX + lost)
+        else:
+            self._tell(cancellation, f"{request_id}:{self.world_size}".encode(), cancellation["decode_tp_rank"])
+
+    def _tell(self, said: dict[str, Any], notice: bytes, only_rank: int | None = None) -> None:
+        """Send *notice* to the decode server that has *said* something, or to one rank of it; later, if need be."""
+        engine_id, request_id = said["decode_engine_id"], said["request_id"]
+        waiting = self._ensure_handshake(engine_id, said["decode_host"], said["decode_port"], said["decode_tp_size"])
         if waiting is not None:
 
             def shaken(done: Future[Any]) -> None:
                 if done.exception() is None:
-                    self._deferred_push_inbox.put((request_id, (), cancellation))
+                    self._deferred_push_inbox.put((request_id, (), said))
                     self._push_writer_wake.set()
 
             waiting.add_done_callback(shaken)
             return
-        agents, said = dict(self._remote_agents[engine_id]), f"{request_id}:{self.world_size}".encode()
-        if cancellation.get("lost"):
-            # Every rank of the decode server has registered.
-            said = PUSH_REG_NOTIF_PREFIX + msgspec.msgpack.encode({"request_id": request_id, "lost": True})
-        else:
-            agents = {key: agent for key, agent in agents.items() if key == (0, cancellation["decode_tp_rank"])}
-        for agent in agents.values():
-            try:
-                self.nixl_wrapper.send_notif(agent, notif_msg=said)
-            except Exception as error:  # NIXL raises what it likes
-                self._log_failure(failure_type="cancellation_unanswered", req_id=request_id, error=error)
+        try:
+            for (_, rank), agent in self._remote_agents[engine_id].items():
+                if only_rank in (None, rank):
+                    self.nixl_wrapper.send_notif(agent, notif_msg=notice)
+        except Exception as error:  # NIXL raises what it likes
+            self._log_failure(failure_type="decode_server_not_told", req_id=request_id, error=error)
 
     def _notice_stall(self) -> None:
         """Forget the registrations of a time before this process stood still: their blocks may be somebody else's."""
@@ -301,6 +364,10 @@ class BatonPushWorker(Counting, NixlPushConnectorWorker):
 
     def _pop_done_transfers(self, transfers: Any) -> tuple[set[str], set[str]]:
         done, failed = super()._pop_done_transfers(transfers)
+        if transfers is self._recving_transfers:
+            # What comes now is the answer that nothing does.
+            failed |= done & self._given_up
+            done -= failed
         if transfers is self._sending_transfers and not transfers:
             self._pushing.clear()
         return done, failed

@@ -18,7 +18,9 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
+from baton.engine import side_channel
 from baton.engine.counters import WAITS, BatonStats
+from baton.engine.held import Held, digest
 from baton.engine.turns import common_tokens, digests
 from baton.engine.waiting import Naps
 
@@ -26,6 +28,9 @@ logger = logging.getLogger("vllm.baton")
 
 KEPT_SHARE = 0.5
 """Of the KV cache: what kept turns may hold, so that new requests always find room."""
+
+MOST_EARLY = 4096
+"""Names of requests that are remembered since somebody spoke of them too early."""
 
 FINISHED = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 
@@ -35,10 +40,19 @@ class SideChannelTaken(RuntimeError):
 
 
 class Watchful(NixlBaseConnectorScheduler):
-    """Counts, naps while there is only waiting, and finds a taken side channel before it hangs the start."""
+    """Counts, naps while there is only waiting, and drops notices that nobody waits for.
+
+    It finds a taken side channel before it hangs the start, and answers there. What is held for readers it knows in
+    read mode; in write mode nobody asks.
+    """
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
+        self._held = Held()
+        # What notices may speak of: requests whose blocks wait for a reader, and those that wait for their own.
+        self._pinned: set[str] = set()
+        self._receiving: set[str] = set()
+        self._read_early: set[str] = set()
         self.stats = BatonStats()
         self._naps = Naps()
         self._loads: dict[str, tuple[float, int]] = {}
@@ -48,13 +62,20 @@ class Watchful(NixlBaseConnectorScheduler):
         _check_free(self.side_channel_host, self.side_channel_port)
         super().set_xfer_handshake_metadata(metadata)
 
+    def _nixl_handshake_listener(self, encoded_data: Any, *parts: Any) -> None:
+        side_channel.listen(encoded_data, self._held, *parts)
+
     def update_state_after_alloc(self, request: Request, blocks: Any, num_external_tokens: int) -> None:
         super().update_state_after_alloc(request, blocks, num_external_tokens)
         if num_external_tokens > 0 and request.kv_transfer_params:
+            self._receiving.add(request.request_id)
             self._loads[request.request_id] = time.perf_counter(), num_external_tokens
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        self._drop_stale(connector_output)
         super().update_connector_output(connector_output)
+        for request_id in connector_output.finished_sending or ():
+            self._held.release(request_id)
         for request_id in connector_output.finished_recving or ():
             load = self._loads.pop(request_id, None)
             if load is not None and request_id not in (connector_output.failed_recving or ()):
@@ -63,20 +84,61 @@ class Watchful(NixlBaseConnectorScheduler):
                 self.stats.add("pulls")
                 self.stats.add("pulled_tokens", tokens)
 
+    def _drop_stale(self, connector_output: KVConnectorOutput) -> None:
+        """Take out notices of transfers that nobody waits for: vLLM (0.32, v1/core/sched/scheduler.py,
+        ``_update_from_kv_xfer_finished``) asserts that it knows the request, and would free what is in use."""
+        sent, received = connector_output.finished_sending or set(), connector_output.finished_recving or set()
+        unsent, unawaited = sent - self._pinned, received - self._receiving
+        if unsent or unawaited:
+            named = ", ".join(sorted(unsent | unawaited))
+            logger.warning("notices of transfers that nobody waits for are ignored: %s", named)
+            if len(self._read_early) > MOST_EARLY:
+                self._read_early.clear()
+            self._read_early |= unsent
+            connector_output.finished_sending = sent - unsent
+            connector_output.finished_recving = received - unawaited
+        self._pinned -= sent
+        self._receiving -= received
+
     def request_finished(self, request: Request, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
         self._loads.pop(request.request_id, None)
+        if request.request_id in self._read_early:
+            # A forged ticket named it before it was done: the worker has crossed it off, and would never free it.
+            self._read_early.discard(request.request_id)
+            self._stop_heartbeat(request.request_id)
+            self._reqs_not_processed.add(request.request_id)
+            return False, None
         delayed, ticket = super().request_finished(request, block_ids)
         if delayed:
+            self._pinned.add(request.request_id)
             self.stats.add("leases_pinned")
+        if delayed and ticket is not None and self._TRANSFER_MODE == "pull":
+            tokens = request.all_token_ids[: ticket["remote_num_tokens"]]
+            self._held.keep(request.request_id, ticket["remote_block_ids"], tokens, salt_of(request))
         return delayed, ticket
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Any:
+        claims = {
+            request_id: self._claim(request)
+            for request_id, (request, _, _, awaited) in self._reqs_need_recv.items()
+            if awaited and self._TRANSFER_MODE == "pull"
+        }
         meta = super().build_connector_meta(scheduler_output)
+        meta.claims = claims
         if scheduler_output.total_num_scheduled_tokens or _has_work(meta):
             self._naps.busy()
         else:
             time.sleep(self._naps.seconds(time.perf_counter()))
         return meta
+
+    def _claim(self, request: Request) -> tuple[int, bytes | None]:
+        """How many tokens of *request*'s prompt it takes from elsewhere, and their digest."""
+        ticket = request.kv_transfer_params or {}
+        tokens = ticket.get("_common_tokens") or self._get_remote_prefill_token_count(request.num_prompt_tokens)
+        salt = salt_of(request)
+        if salt is None or request.prompt_token_ids is None:
+            return tokens, None
+        return tokens, digest(request.prompt_token_ids[:tokens], salt)
 
     def take_stats(self) -> BatonStats | None:
         """What was counted since the last call; None when nothing was."""
@@ -142,7 +204,7 @@ class BatonPullScheduler(Watchful, NixlPullConnectorScheduler):
     def _keep_common(self, ticket: dict[str, Any], request: Request) -> None:
         """Cut a turn's ticket down to the prefix that it has in common with the prompt."""
         offered = ticket.get("remote_num_tokens") or 0
-        salt, groups = _salt(request), ticket["remote_block_ids"]
+        salt, groups = salt_of(request), ticket["remote_block_ids"]
         common = 0
         if salt is not None and len(groups) == 1 and self.is_bidirectional_kv_xfer_enabled:
             common = common_tokens(ticket, request.prompt_token_ids or (), self.block_size, salt)
@@ -162,7 +224,7 @@ class BatonPullScheduler(Watchful, NixlPullConnectorScheduler):
         keeps = self.is_bidirectional_kv_xfer_enabled
         if not ticket or ticket.get("do_remote_decode") or ticket.get("do_remote_prefill") or not keeps:
             return super().request_finished(request, block_ids)
-        salt, count = _salt(request), sum(len(group) for group in block_ids)
+        salt, count = salt_of(request), sum(len(group) for group in block_ids)
         wanted = ticket.get("keep_blocks") is not False and request.status in FINISHED and salt is not None
         if wanted and len(block_ids) == 1 and self._room_for(count):
             delayed, made = super().request_finished(request, block_ids)
@@ -186,7 +248,7 @@ class BatonPullScheduler(Watchful, NixlPullConnectorScheduler):
             self._kept_blocks.pop(request_id, None)
 
 
-def _salt(request: Request) -> str | None:
+def salt_of(request: Request) -> str | None:
     """What a request's KV cache depends on beside its tokens; None when that cannot be said."""
     if request.mm_features or request.prompt_embeds is not None:
         return None

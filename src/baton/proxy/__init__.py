@@ -10,6 +10,7 @@ from baton.proxy.instances_file import read as read_instances
 from baton.proxy.members import is_own
 from baton.proxy.routing import POLICIES
 from baton.proxy.tracing import TracingUnavailable
+from baton.proxy.transfer_policy import OnNoTransfer
 from baton.proxy.turns import MOST_TURNS, TTL_SECONDS
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "BreakerRules",
     "Fleet",
     "NoInstance",
+    "OnNoTransfer",
     "ProbeRules",
     "Proxy",
     "ProxySettings",

@@ -51,6 +51,8 @@ class Warmth(Protocol):
 
     def counts(self) -> dict[str, int] | None: ...
 
+    async def reasons(self) -> list[dict[str, Any]]: ...
+
 
 def routes(
     way: Way,
@@ -67,8 +69,6 @@ def routes(
         members: takes instances in and lets them go.
         warmth: the warm-up that health waits for; None for none.
     """
-    # Any engine will do; decode servers have the same model and are spared the long prompts.
-    turn = Picker(RoundRobin())
 
     async def health(_: Request) -> Answer:
         """200 only when a prefill and a decode server are usable, can hand over to each other and have done so once."""
@@ -78,10 +78,14 @@ def routes(
             body["reason"] = fleet.conflict
         if warmth is not None and (pairs := warmth.counts()) is not None:
             body["warm_up"] = pairs
+        if warmth is not None:
+            body["reasons"] = await warmth.reasons()
+        elif recent := way.transfers.reasons():
+            body["reasons"] = [each.said() for each in recent]
         if not fleet.ready():
             return _json(503, {"status": "unavailable", **body})
         if warmth is not None and not await warmth.ready():
-            return _json(503, {"status": "warming up", **body})
+            return _json(503, {"status": "not proven" if body["reasons"] else "warming up", **body})
         return _json(200, {"status": "ok", **body})
 
     async def healthcheck(_: Request) -> Answer:
@@ -123,6 +127,24 @@ def routes(
         instance, new = await members.add(endpoint)
         return _json(201 if new else 200, row_of(instance, way, members))
 
+    own: dict[str, Route] = {
+        "/health": health,
+        "/readiness": health,
+        "/liveness": liveness,
+        "/healthcheck": healthcheck,
+        "/metrics": metrics,
+        "/instances": instances,
+    }
+    made: dict[str, dict[str, Route]] = {path: {"GET": route} for path, route in own.items()}
+    made[ADMIN]["POST"] = add
+    return made | passed_routes(way, carried)
+
+
+def passed_routes(way: Way, carried: Callable[[Request], list[Header]]) -> dict[str, dict[str, Route]]:
+    """What passes to one engine as it is."""
+    # Any engine will do; decode servers have the same model and are spared the long prompts.
+    turn = Picker(RoundRobin())
+
     async def pass_get(request: Request) -> Answer:
         instance = turn.pick(way.fleet.usable(Role.DECODE))
         async with way.upstream.get(instance, request.target, carried(request)) as response:
@@ -136,20 +158,17 @@ def routes(
         async with way.upstream.post(instance, request.target, headers, (raw,)) as response:
             return await read_answer(response)
 
-    own: dict[str, Route] = {
-        "/health": health,
-        "/readiness": health,
-        "/liveness": liveness,
-        "/healthcheck": healthcheck,
-        "/metrics": metrics,
-        "/instances": instances,
-    }
-    made: dict[str, dict[str, Route]] = {
-        **{path: {"GET": route} for path, route in {**own, **dict.fromkeys(_READ, pass_get)}.items()},
-        **{path: {"POST": pass_post} for path in _POSTED},
-    }
-    made[ADMIN]["POST"] = add
-    return made
+    read: dict[str, dict[str, Route]] = {path: {"GET": pass_get} for path in _READ}
+    return read | {path: {"POST": pass_post} for path in _POSTED}
+
+
+def reasons_route(warmth: Warmth | None) -> dict[str, Route]:
+    """How another worker of this proxy asks the first one why pairs are not proven."""
+
+    async def reasons(_: Request) -> Answer:
+        return _json(200, {"reasons": await warmth.reasons() if warmth is not None else []})
+
+    return {"GET": reasons}
 
 
 def instance_routes(path: str, way: Way, members: Members) -> dict[str, Route] | None:

@@ -22,7 +22,7 @@ from baton.cluster import Endpoint, TransferMode
 from baton.http import Header, Limits, Request, Responder, Server
 from baton.proxy import legs
 from baton.proxy.access_log import AccessLog
-from baton.proxy.admin import ADMIN, OPEN, by_first, instance_routes, routes, worker_routes
+from baton.proxy.admin import ADMIN, OPEN, by_first, instance_routes, reasons_route, routes, worker_routes
 from baton.proxy.admission import Gate
 from baton.proxy.attempts import Retries
 from baton.proxy.beat import Beats
@@ -45,9 +45,11 @@ from baton.proxy.release import Releases
 from baton.proxy.routing import POLICIES, Picker
 from baton.proxy.samples import parts
 from baton.proxy.tracing import Tracer
+from baton.proxy.transfer_policy import OnNoTransfer
+from baton.proxy.transfers import Transfers
 from baton.proxy.turns import MOST_TURNS, TTL_SECONDS, TurnStore
 from baton.proxy.upstream import Answer, Upstream
-from baton.proxy.warm_up import FirstWorkers, WarmUp
+from baton.proxy.warm_up import REASONS_PATH, FirstWorkers, WarmUp
 from baton.proxy.workers import Alive, Peers, Worker, Workers, watch_parent
 
 logger = logging.getLogger("baton.proxy")
@@ -107,6 +109,9 @@ class ProxySettings:
         first_worker: the one of them that warms up for all; None when this one does.
         warm_up: whether each pair does one small hand-off before health is good.
         warm_up_seconds: limit for one pair.
+        on_no_transfer: what becomes of requests and of readiness when nothing is transferred; None is fail until the
+            proxy was ready once, and warn from then on.
+        scrape_seconds: between two looks at what engines count; 0 for none.
     """
 
     host: str
@@ -153,6 +158,8 @@ class ProxySettings:
     first_worker: str | None = None
     warm_up: bool = False
     warm_up_seconds: float = 30.0
+    on_no_transfer: OnNoTransfer | None = None
+    scrape_seconds: float = 0.0
 
 
 class Proxy:
@@ -186,17 +193,19 @@ class Proxy:
         outstanding = Outstanding(settings.ticket_max_age_seconds)
         self.fleet.on_new_engine(outstanding.void)
         self.fleet.held = lambda instance: outstanding.count(instance.id)
+        transfers = Transfers(settings.on_no_transfer)
         self.way = Way(
             self.fleet,
             upstream,
             Picker(POLICIES[settings.prefill_policy or settings.policy]()),
             Picker(POLICIES[settings.decode_policy or settings.policy]()),
-            Metrics(self.fleet, gate, self.turns, outstanding),
+            Metrics(self.fleet, gate, turns=self.turns, outstanding=outstanding, transfers=transfers),
             gate,
             outstanding,
             Releases(self.fleet, upstream, outstanding),
             settings.retries,
             tracer,
+            transfers,
         )
         limit = settings.request_timeout_seconds
         self._deadlines = None if limit is None else Deadlines(limit)
@@ -213,6 +222,7 @@ class Proxy:
         # What this worker alone counts, for the others.
         self._own_routes = routes(self.way, self.carried, Peers(()), self.members, self._warm_up)
         self._own_routes[FLEET_PATH] = worker_routes(self.members)
+        self._own_routes[REASONS_PATH] = reasons_route(self._warm_up)
         self._keys = Keys(settings.api_keys)
         self._admin_keys = Keys([settings.admin_key]) if settings.admin_key else self._keys
         self._origins = Origins(settings.cors_origins)
@@ -246,7 +256,7 @@ class Proxy:
             addresses = await self._server.listen(
                 settings.host, settings.port, tls=settings.tls, reuse_port=settings.reuse_port
             )
-        work = [self.way.upstream.sweep_forever(), self._flush_forever()]
+        work = [self.way.upstream.sweep_forever(), self._flush_forever(), self._scrape_forever()]
         if settings.other_workers:
             work.append(self.members.follow_forever())
         if settings.instances_file is not None and settings.first_worker is None:
@@ -261,8 +271,12 @@ class Proxy:
         settings = self.settings
         if settings.first_worker is not None:
             return FirstWorkers(settings.first_worker)
+        return WarmUp(self.way, self._own_headers(), settings.warm_up_seconds)
+
+    def _own_headers(self) -> list[Header]:
+        """What engines are told beside the body when the proxy itself asks."""
         nobody = Request("POST", b"/", [], http_1_0=False, keep_alive=True)
-        return WarmUp(self.way, carried(nobody, self._engine_key, own_keys=True), settings.warm_up_seconds)
+        return carried(nobody, self._engine_key, own_keys=True)
 
     async def stop(self, grace_seconds: float) -> None:
         """Take no more requests, finish what is open for *grace_seconds*, then cut the rest."""
@@ -492,6 +506,13 @@ class Proxy:
         """Read the file of instances again."""
         if self.settings.instances_file is not None and self.settings.first_worker is None:
             await self.members.reload(Path(self.settings.instances_file))
+
+    async def _scrape_forever(self) -> None:
+        """Read what engines count of their transfers; for all workers the first one does."""
+        seconds = self.settings.scrape_seconds
+        while seconds and self.settings.first_worker is None:
+            await asyncio.sleep(seconds)
+            await self.way.transfers.scrape(self.fleet, self.way.upstream, self._own_headers())
 
     async def _flush_forever(self) -> None:
         while self._access_log is not None:

@@ -14,7 +14,7 @@ import logging
 import math
 import time
 from collections.abc import Awaitable, Callable, Container, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -37,6 +37,7 @@ from baton.proxy.routing import Policy
 from baton.proxy.samples import Part
 from baton.proxy.ticket import ASK, Ticket
 from baton.proxy.tracing import Span, Tracer
+from baton.proxy.transfers import Transfers
 from baton.proxy.turns import Turn
 from baton.proxy.upstream import Answer, Leg, Upstream, read_answer, read_body
 
@@ -191,6 +192,7 @@ class Way:
         releases: what frees those that nobody will use.
         retries: how often a request is tried again.
         tracer: None when nobody wants spans.
+        transfers: what became of the hand-offs, and what is done about those that were none.
     """
 
     fleet: Fleet
@@ -203,6 +205,7 @@ class Way:
     releases: Releases
     retries: Retries = NO_RETRIES
     tracer: Tracer | None = None
+    transfers: Transfers = field(default_factory=Transfers)
 
 
 class EngineRefusal(Fault):
@@ -415,14 +418,14 @@ def decode_leg(journey: Journey, way: Way, ticket: Ticket | None, linger_seconds
 
 
 def note_without_ticket(journey: Journey, way: Way) -> None:
-    """The prefill server was asked for a ticket and gave none: not an error, but nobody wants it."""
+    """The prefill server was asked for a ticket and gave none.
+
+    Raises:
+        ProxyError: 503, the user wants no request that is not handed over.
+    """
     assert journey.prefill is not None
     way.metrics.without_ticket.inc()
-    logger.warning(
-        "%s gave no ticket for %s: the decode server computes the prompt itself",
-        journey.prefill.id,
-        journey.request_id.decode(),
-    )
+    way.transfers.without_ticket(journey.prefill, journey.request_id)
 
 
 async def prefill_alone(journey: Journey, way: Way) -> Answer:

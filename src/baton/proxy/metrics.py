@@ -16,6 +16,7 @@ from baton.cluster import Role
 from baton.proxy.admission import Gate
 from baton.proxy.fleet import Fleet
 from baton.proxy.outstanding import Outstanding
+from baton.proxy.transfers import Transfers
 from baton.proxy.turn_metrics import families
 from baton.proxy.turns import TurnStore
 
@@ -79,12 +80,19 @@ class Metrics(Collector):
     """All metrics of a proxy, counted by hand since they are counted often."""
 
     def __init__(
-        self, fleet: Fleet, gate: Gate, turns: TurnStore | None = None, outstanding: Outstanding | None = None
+        self,
+        fleet: Fleet,
+        gate: Gate,
+        *,
+        turns: TurnStore | None = None,
+        outstanding: Outstanding | None = None,
+        transfers: Transfers | None = None,
     ) -> None:
         self._fleet = fleet
         self._gate = gate
         self._turns = turns
         self._outstanding = Outstanding() if outstanding is None else outstanding
+        self._transfers = transfers
         self.request_seconds = Seconds()
         self.prefill_seconds = Seconds()
         self.inter_token_seconds = Seconds()
@@ -180,6 +188,8 @@ class Metrics(Collector):
         yield from self._tickets()
         if self._turns is not None:
             yield from families(self._turns)
+        if self._transfers is not None:
+            yield from self._transfers.families()
 
     def _tickets(self) -> Iterator[Metric]:
         """Of each prefill server, by its address."""

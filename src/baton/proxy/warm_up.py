@@ -1,14 +1,14 @@
 """Warming up pairs: the first hand-off of a prefill and a decode server costs a NIXL handshake, so the proxy does it.
 
-One small hand-off for each pair, before `/health` is good and again when one of the two comes back after it was out.
-Nothing is routed otherwise for it: a request that comes meanwhile is served.
+One small hand-off for each pair, before `/health` is good and again when one of the two comes back after it was out, or
+when its requests are not handed over. It must really move a KV cache (`proof.py`): a pair that does not is a reason not
+to be ready, in words. Nothing is routed otherwise for it: a request that comes meanwhile is served.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,19 +18,15 @@ import orjson
 
 from baton.cluster import Role
 from baton.http import ClientError, Header
-from baton.proxy import legs
-from baton.proxy.answers import failed
-from baton.proxy.errors import JSON, ProxyError
+from baton.proxy.errors import ProxyError
 from baton.proxy.fleet import Fleet, ProxyInstance
 from baton.proxy.journey import Way
-from baton.proxy.release import LINGER_SECONDS
-from baton.proxy.ticket import Ticket
-from baton.proxy.upstream import Answer, read_answer
+from baton.proxy.proof import Proof, cause_of_error, hand_over
+from baton.proxy.transfer_policy import Cause, Failed, OnNoTransfer, Reason
 from baton.proxy.workers import Peers
 
 logger = logging.getLogger("baton.proxy")
 
-PATH = "/v1/completions"
 STRAGGLER_SECONDS = 10.0
 """How long the first round waits for engines that have not come up, once there is one of each role."""
 SLOW_SECONDS = 5.0
@@ -38,14 +34,15 @@ RETRY_SECONDS = 2.0
 """Until a pair that failed is tried again, four times longer each time: on a busy machine a handshake can miss vLLM's
 own limit of 5 s (0.32, nixl/base_worker.py), and then the client that comes next would be the one to fail."""
 TRIES = 4
-SHOWN = 200
-"""Characters of an engine's refusal that are logged."""
+LONGEST_RETRY_SECONDS = 30.0
+"""The same while the proxy waits for it to be ready: then it is tried until it works."""
+SUSPECT_SECONDS = 10.0
+"""Between two proofs of a pair whose requests are not handed over."""
+
+REASONS_PATH = "/reasons"
+"""Where workers ask the first one why pairs are not proven."""
 
 Pair = tuple[ProxyInstance, ProxyInstance]
-
-
-class Failed(Exception):
-    """A pair did not hand over; the message says which engine said what."""
 
 
 @dataclass
@@ -78,6 +75,9 @@ class WarmUp:
         # Which start of each of the two was tried; how often it failed, and when it is tried again.
         self._tried: dict[tuple[str, str], tuple[int, int]] = {}
         self._again: dict[tuple[str, str], tuple[int, float]] = {}
+        # What came of it last: a proof, or why there is none.
+        self._found: dict[tuple[str, str], Proof | Reason] = {}
+        self._proved_at: dict[tuple[str, str], float] = {}
         self._running: dict[asyncio.Task[None], Pair] = {}
         self._round: Round | None = None
         self._ready_since: float | None = None
@@ -91,6 +91,7 @@ class WarmUp:
         if self._ready_since is None and self._way.fleet.ready():
             self._ready_since = time.monotonic()
         busy = {instance.id for pair in self._running.values() for instance in pair}
+        self._doubt_suspects()
         for pair in pairs(self._way.fleet):
             prefill, decode = pair
             if not self._is_due(pair) or prefill.id in busy or decode.id in busy:
@@ -108,18 +109,71 @@ class WarmUp:
             logger.info("warmed up: %d pairs in %.1f s, %d failed", done.tried, took, done.failed)
 
     async def ready(self) -> bool:
-        """Whether the first round is over: every pair was tried once, those aside whose engines stay away."""
+        """Whether the first round is over, and what it found is good enough for ``--on-no-transfer``.
+
+        Every pair was tried once, those aside whose engines stay away. Unless it says otherwise, every pair of usable
+        engines must have handed over by then; what happens later is a reason (:meth:`reasons`), and no more than that
+        without ``fail``.
+        """
+        policy = self._way.transfers.policy
         if not self._over:
             known = list(pairs(self._way.fleet))
             open_pairs = [pair for pair in known if key(pair) not in self._tried]
             waited = self._ready_since is not None and time.monotonic() - self._ready_since > STRAGGLER_SECONDS
-            self._over = not open_pairs or (waited and not self._running and not any(map(both_usable, open_pairs)))
-        return self._over
+            tried = not open_pairs or (waited and not self._running and not any(map(both_usable, open_pairs)))
+            self._over = tried and (self._lenient() or all(map(self._is_good, filter(both_usable, known))))
+        if policy is not OnNoTransfer.FAIL or not self._over:
+            return self._over
+        return any(self._is_good(pair) for pair in pairs(self._way.fleet) if both_usable(pair))
+
+    def _lenient(self) -> bool:
+        return self._way.transfers.policy in (OnNoTransfer.WARN, OnNoTransfer.FALLBACK)
+
+    def _is_good(self, pair: Pair) -> bool:
+        found = self._found.get(key(pair))
+        if self._way.transfers.policy is OnNoTransfer.FAIL:
+            return found is Proof.PROVEN
+        return isinstance(found, Proof)
+
+    def _doubt_suspects(self) -> None:
+        """Have pairs proven anew whose requests were not handed over; each at most so often."""
+        suspects = self._way.transfers.suspects
+        for pair in pairs(self._way.fleet) if suspects else ():
+            last = self._proved_at.get(key(pair), 0.0)
+            if suspects & set(key(pair)) and time.monotonic() - last > SUSPECT_SECONDS:
+                self._tried.pop(key(pair), None)
+        suspects.clear()
 
     def counts(self) -> dict[str, int]:
-        """Pairs that are known, and how many of them were tried."""
+        """Pairs that are known, how many of them were tried, and what came of it."""
         known = [key(pair) for pair in pairs(self._way.fleet)]
-        return {"pairs": len(known), "tried": sum(each in self._tried for each in known)}
+        found = [self._found.get(each) for each in known]
+        return {
+            "pairs": len(known),
+            "tried": sum(each in self._found for each in known),
+            "proven": found.count(Proof.PROVEN),
+            "unproven": found.count(Proof.UNPROVEN),
+            "failed": sum(isinstance(each, Reason) for each in found),
+        }
+
+    async def reasons(self) -> list[dict[str, Any]]:
+        """Why this or that is not handed over, now."""
+        fleet = self._way.fleet
+        away = [each for each in fleet if not each.usable]
+        found = [
+            Reason(
+                Cause.WRONG_ENDPOINT,
+                (each.id,),
+                f"{each.id} at {each.endpoint.url} does not answer /health as it should: is it up, and is that its "
+                "address?",
+            )
+            for each in away
+        ]
+        for pair in pairs(fleet):
+            each = self._found.get(key(pair))
+            if isinstance(each, Reason) and both_usable(pair):
+                found.append(each)
+        return [each.said() for each in (*found, *self._way.transfers.reasons())]
 
     async def close(self) -> None:
         """Cut what is under way."""
@@ -134,8 +188,10 @@ class WarmUp:
             return False
         if self._tried.get(key(pair)) != starts(pair):
             return True
-        failures, at = self._again.get(key(pair), (TRIES, 0.0))
-        return failures < TRIES and time.monotonic() >= at
+        failures, at = self._again.get(key(pair), (0, 0.0))
+        # While nobody is ready for the want of it, there is no last try.
+        endless = not self._over and not self._lenient()
+        return failures > 0 and (failures < TRIES or endless) and time.monotonic() >= at
 
     def _on_done(self, task: asyncio.Task[None]) -> None:
         del self._running[task]
@@ -144,13 +200,18 @@ class WarmUp:
     async def _try(self, pair: Pair) -> None:
         """Warm one pair up, whatever comes of it; counts and logs."""
         prefill, decode = pair
-        tried, started, reason = starts(pair), time.monotonic(), None
+        tried, started, cause, reason = starts(pair), time.monotonic(), Cause.BROKEN, None
+        proof = Proof.UNPROVEN
         try:
             async with asyncio.timeout(self._pair_seconds):
-                await hand_over(self._way, prefill, decode, self._headers)
+                proof = await hand_over(self._way, prefill, decode, self._headers)
         except TimeoutError:
-            reason = f"not done after {self._pair_seconds:g} s"
-        except (Failed, ProxyError, ClientError) as error:
+            cause, reason = Cause.TOO_SLOW, f"not done after {self._pair_seconds:g} s"
+        except Failed as error:
+            cause, reason = error.cause, str(error)
+        except ProxyError as error:
+            cause, reason = cause_of_error(error), str(error)
+        except ClientError as error:
             reason = str(error)
         except Exception as error:
             # Whatever an engine answers: health must not wait for a pair for ever.
@@ -158,16 +219,26 @@ class WarmUp:
             reason = repr(error)
         failures, _ = self._again.pop(key(pair), (0, 0.0))
         failures = 0 if self._tried.get(key(pair)) != tried else failures
-        self._tried[key(pair)] = tried
+        self._tried[key(pair)], self._proved_at[key(pair)] = tried, time.monotonic()
+        unproven_before = self._found.get(key(pair)) is Proof.UNPROVEN
+        self._found[key(pair)] = proof if reason is None else Reason(cause, key(pair), reason)
         assert self._round is not None
         self._round.tried += 1
         seconds = time.monotonic() - started
         if reason is not None:
             self._round.failed += 1
-            self._again[key(pair)] = failures + 1, time.monotonic() + RETRY_SECONDS * 4**failures
+            wait = min(RETRY_SECONDS * 4 ** min(failures, TRIES), max(LONGEST_RETRY_SECONDS, RETRY_SECONDS))
+            self._again[key(pair)] = failures + 1, time.monotonic() + wait
             self._way.metrics.warm_up_failures.inc()
             logger.warning("warm-up of %s to %s failed: %s", prefill.id, decode.id, reason)
-        elif seconds > SLOW_SECONDS:
+            return
+        if proof is Proof.UNPROVEN and not unproven_before:
+            logger.info(
+                "%s to %s works, but whether a KV cache is moved nobody can know: the engines do not count it",
+                prefill.id,
+                decode.id,
+            )
+        if seconds > SLOW_SECONDS:
             logger.info("warm-up of %s to %s took %.1f s", prefill.id, decode.id, seconds)
 
 
@@ -192,6 +263,11 @@ class FirstWorkers:
 
     def counts(self) -> dict[str, int] | None:
         return None
+
+    async def reasons(self) -> list[dict[str, Any]]:
+        """What the first worker finds."""
+        said = await self._peer.ask(REASONS_PATH)
+        return list(orjson.loads(said[0])["reasons"]) if said else []
 
     async def close(self) -> None:
         self._peer.close()
@@ -222,58 +298,3 @@ def starts(pair: Pair) -> tuple[int, int]:
 
 def both_usable(pair: Pair) -> bool:
     return pair[0].usable and pair[1].usable
-
-
-async def hand_over(way: Way, prefill: ProxyInstance, decode: ProxyInstance, headers: Sequence[Header]) -> None:
-    """Have *prefill* compute a short prompt that no cache holds, and *decode* fetch it and make one token.
-
-    Raises:
-        Failed: one of them refused, or gave no ticket.
-        ProxyError: one of them cannot be reached, broke off or took too long.
-    """
-    rules = legs.RULES[PATH]
-    prompt = secrets.token_hex(16)
-    body = {"model": await model_of(way, prefill, headers), "prompt": prompt, "max_tokens": 1, "temperature": 0}
-    both = [JSON, *headers, (b"x-request-id", b"warm-up-" + secrets.token_hex(8).encode())]
-
-    # prefill
-    raw = legs.written(legs.prefill_leg(body, rules))
-    async with way.upstream.post(prefill, PATH.encode(), both, (raw,)) as response:
-        ticket = Ticket.from_answer(good(prefill, await read_answer(response)), time.monotonic())
-    if ticket is None:
-        raise Failed(f"{prefill.id} gave no ticket: is it started as a prefill server, with a KV connector?")
-
-    # decode
-    pieces = legs.decode_body(legs.written(body), ticket, keep_blocks=False)
-    async with way.upstream.post(decode, PATH.encode(), both, pieces, linger_seconds=LINGER_SECONDS) as response:
-        good(decode, await read_answer(response))
-
-
-async def model_of(way: Way, instance: ProxyInstance, headers: Sequence[Header]) -> str:
-    """The first model that an engine names.
-
-    Raises:
-        Failed: it names none.
-        ProxyError: it cannot be reached, or broke off.
-    """
-    async with way.upstream.get(instance, b"/v1/models", headers) as response:
-        value = good(instance, await read_answer(response))
-    try:
-        return str(value["data"][0]["id"])
-    except (KeyError, IndexError, TypeError):
-        raise Failed(f"{instance.id} names no model at /v1/models") from None
-
-
-def good(instance: ProxyInstance, answer: Answer) -> Any:
-    """An engine's answer, read.
-
-    Raises:
-        Failed: it is a refusal, says that generation failed, or is not JSON.
-    """
-    if answer.status != 200 or failed(answer.body):
-        hint = ": it asks for a key, see --engine-api-key" if answer.status == 401 else ""
-        raise Failed(f"{instance.id} answered {answer.status}{hint}: {answer.body.decode(errors='replace')[:SHOWN]}")
-    try:
-        return orjson.loads(answer.body)
-    except orjson.JSONDecodeError:
-        raise Failed(f"{instance.id} answered what is not JSON") from None

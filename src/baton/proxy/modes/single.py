@@ -7,9 +7,11 @@ from functools import partial
 from baton.cluster import TransferMode
 from baton.proxy.errors import Fault, ProxyError
 from baton.proxy.journey import Deliver, Journey, Way, prefill_alone
+from baton.proxy.modes.alone import run_or_alone
 from baton.proxy.modes.failover import again
 from baton.proxy.modes.read import run_read
 from baton.proxy.modes.write import run_write
+from baton.proxy.transfer_policy import OnNoTransfer
 from baton.proxy.upstream import Answer
 
 
@@ -32,6 +34,15 @@ async def run_single(journey: Journey, way: Way, deliver: Deliver) -> None:
         EngineRefusal, StreamFailed: an engine answered with an error.
         ProxyError: a leg failed, or the fleet's engines cannot hand over to each other.
     """
+    way.transfers.expected += 1
+    if way.transfers.policy is OnNoTransfer.FALLBACK:
+        await run_or_alone(_run, journey, way, deliver)
+    else:
+        await _run(journey, way, deliver)
+
+
+async def _run(journey: Journey, way: Way, deliver: Deliver) -> None:
+    """The same through both phases, with other instances when some fail it."""
     try:
         await _RUNS[way.fleet.mode](journey, way, deliver)
     except Fault as error:
