@@ -16,6 +16,7 @@ _COMMANDS = {
     "up": "start engines and proxy on this host, and stop them together",
     "engine": "one vLLM server in a role",
     "proxy": "the front door: takes OpenAI requests and runs both phases",
+    "sim": "fake engines that behave and break as real ones do",
     "model": "the embedded model: list, path",
 }
 
