@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import orjson
@@ -15,7 +16,7 @@ from baton.sim.faults import Faults, Kind, Phase
 from baton.sim.formats import FORMATS, Counts, Format, error_events, with_ticket
 from baton.sim.metrics import EngineCounts, render
 from baton.sim.rank import Rank
-from baton.sim.requests import PATHS, TICKET_KEY, Job, Refused, read
+from baton.sim.requests import GENERATE, PATHS, TICKET_KEY, Job, Refused, base_name, read
 from baton.sim.sequence import GenerationFailed, Running
 from baton.sim.settings import EngineSpec
 from baton.sim.text import ids_of, tokens_of, tokens_of_ids
@@ -157,7 +158,7 @@ class Engine:
                 self.load -= 1
             return
         drawn = self._faults.draw(self.name, Phase.PROBE)
-        if drawn and await self._goes_wrong(drawn, responder, request.path):
+        if drawn and await self._goes_wrong(drawn, responder, request.path, _nobody):
             return
         self._answer(request, responder)
 
@@ -236,28 +237,44 @@ class Engine:
             responder.send(400, [JSON], orjson.dumps(refused.body(path)))
             return
         ticket = body.get(TICKET_KEY) if isinstance(body, dict) else None
+        header = request.header(b"x-request-id")
+        said = None if header is None else header.decode("latin-1")
+        left = partial(self._left, ticket, path, body, said)
         drawn = self._faults.draw(self.name, phase_of(ticket))
-        if drawn and await self._goes_wrong(drawn, responder, path, ticket):
+        if drawn and await self._goes_wrong(drawn, responder, path, left):
             return
-        said = request.header(b"x-request-id")
         try:
-            job = read(path, body, None if said is None else said.decode("latin-1"), self.spec.settings)
+            job = read(path, body, said, self.spec.settings)
         except Refused as refused:
-            # A decode server tells the prefill server when it refuses a request that has a ticket.
-            self._release(ticket)
+            left(refused)
             self.counts.refused += 1
             responder.send(refused.status, [JSON], orjson.dumps(refused.body(path)))
             return
         if job.ticket is not None and self._lacks_connector():
-            self.fabric.orphan(job.ticket)
+            self.fabric.orphan(job.ticket, base_name(path, body, said))
             job.ticket = None
         await self._run(job, self._rank(request), drawn, responder)
+
+    def _left(self, ticket: Any, path: str, body: Any, said: str | None, refused: Refused | None = None) -> None:
+        """A request ends before it was worked on: its client has left, or it is *refused*.
+
+        A decode server tells the prefill server then. Not so when it refuses what its protocol does not know, or at
+        the endpoint for tokens, or in write mode, where vLLM names another id (0.32, generate/base/serving.py,
+        ``_with_kv_transfer_rejection_cleanup``).
+        """
+        if not isinstance(ticket, dict) or not ticket.get("do_remote_prefill") or not self.spec.settings.connector:
+            return
+        if self.ranks[0].pushes:
+            if refused is None:
+                self.fabric.give_up(ticket, base_name(path, body, said))
+        elif refused is None or not (path == GENERATE or refused.kind == "Bad Request" or refused.early):
+            self.fabric.release(ticket)
 
     def _lacks_connector(self) -> bool:
         return bool(self._faults.standing) and self._faults.stands(Kind.NO_CONNECTOR, self.name)
 
     async def _goes_wrong(
-        self, drawn: Mapping[Kind, float], responder: Responder, path: str, ticket: Any = None
+        self, drawn: Mapping[Kind, float], responder: Responder, path: str, left: Callable[..., None]
     ) -> bool:
         """What goes wrong before a request is worked on; whether that was all of it."""
         loop = asyncio.get_running_loop()
@@ -287,11 +304,10 @@ class Engine:
             if Kind.DELAY in drawn:
                 await asyncio.sleep(drawn[Kind.DELAY])
         except asyncio.CancelledError:
-            self._release(ticket)
+            left()
             raise
         if Kind.STATUS in drawn:
-            self._release(ticket)
-            self._say_status(responder, path, int(drawn[Kind.STATUS]), "a fault that was asked for")
+            left(self._say_status(responder, path, int(drawn[Kind.STATUS]), "a fault that was asked for"))
             return True
         return False
 
@@ -302,16 +318,12 @@ class Engine:
             await asyncio.sleep(seconds)
         await self.start()
 
-    def _release(self, ticket: Any) -> None:
-        """Tell the prefill server that its blocks are not wanted."""
-        if isinstance(ticket, dict) and ticket.get("do_remote_prefill") and self.spec.settings.connector:
-            self.fabric.release(ticket)
-
-    def _say_status(self, responder: Responder, path: str, status: int, message: str) -> None:
+    def _say_status(self, responder: Responder, path: str, status: int, message: str) -> Refused:
         kind = "InternalServerError" if status >= 500 else "BadRequestError"
         refused = Refused(message, None, status, kind)
         headers = [JSON] if status != 429 else [JSON, (b"retry-after", b"1")]
         responder.send(status, headers, orjson.dumps(refused.body(path)))
+        return refused
 
     async def _run(self, job: Job, rank: Rank, drawn: Mapping[Kind, float], responder: Responder) -> None:
         """Work on a request, and answer."""
@@ -330,7 +342,7 @@ class Engine:
         ]
         made = FORMATS[job.path](job)
         try:
-            if job.stream and job.path != "/inference/v1/generate":
+            if job.stream and job.path != GENERATE:
                 # The head of a stream comes before its first token.
                 responder.start(200, [EVENTS])
             if len(running) == 1:
@@ -487,6 +499,10 @@ async def write_split(responder: Responder, data: bytes, size: int) -> None:
         responder.write(data[start : start + size])
         if number % 16 == 0:
             await asyncio.sleep(0)
+
+
+def _nobody(*_: object) -> None:
+    """Who is told when a request ends that holds nothing."""
 
 
 def phase_of(ticket: Any) -> Phase:

@@ -49,13 +49,14 @@ class Fabric:
     _registered: dict[tuple[str, str], Registration] = field(default_factory=dict)
     _finished: dict[tuple[str, str], Lease] = field(default_factory=dict)
     _cancelled: dict[tuple[str, str], None] = field(default_factory=dict)
+    _orphans: dict[tuple[str, str], None] = field(default_factory=dict)
     _pushing: set[asyncio.Task[None]] = field(default_factory=set)
 
     def remove(self, rank: Rank) -> None:
         """*rank* has ended, and with it all that it kept or waited for."""
         rank.alive = False
         self.ranks.pop(rank.engine_id, None)
-        for table in (self._registered, self._finished, self._cancelled):
+        for table in (self._registered, self._finished, self._cancelled, self._orphans):
             for key in [each for each in table if each[0] == rank.engine_id]:
                 del table[key]
         self.ledger.lose(rank.engine_id)
@@ -79,11 +80,15 @@ class Fabric:
         if lease is not None:
             self.ledger.end(lease, LeaseState.RELEASED)
 
-    def orphan(self, ticket: Mapping[str, Any]) -> None:
+    def orphan(self, ticket: Mapping[str, Any], request_id: str) -> None:
         """A decode server takes no notice of its ticket: nobody will free what it stands for."""
-        lease = self.ledger.find(ticket.get("remote_engine_id") or "", ticket.get("remote_request_id") or "")
+        engine_id = ticket.get("remote_engine_id") or ""
+        lease = self.ledger.find(engine_id, ticket.get("remote_request_id") or "")
+        lease = lease or self._finished.get((engine_id, request_id))
         if lease is not None:
             lease.undelivered = True
+        elif ticket.get("transfer_mode") == "push" and engine_id in self.ranks:
+            self._remember(self._orphans, (engine_id, request_id))
 
     # read mode
 
@@ -182,6 +187,9 @@ class Fabric:
         elif key in self._registered:
             self._push(key, lease, faults)
         else:
+            if key in self._orphans:
+                del self._orphans[key]
+                lease.undelivered = True
             self._finished[key] = lease
 
     def give_up(self, ticket: Mapping[str, Any], request_id: str) -> None:
@@ -195,9 +203,13 @@ class Fabric:
         if lease is not None:
             self.ledger.end(lease, LeaseState.RELEASED)
             return
-        self._cancelled[key] = None
-        while len(self._cancelled) > REMEMBERED:
-            del self._cancelled[next(iter(self._cancelled))]
+        self._remember(self._cancelled, key)
+
+    @staticmethod
+    def _remember(table: dict[tuple[str, str], None], key: tuple[str, str]) -> None:
+        table[key] = None
+        while len(table) > REMEMBERED:
+            del table[next(iter(table))]
 
     def _push(self, key: tuple[str, str], lease: Lease, faults: Mapping[Kind, float]) -> None:
         registration = self._registered[key]

@@ -38,12 +38,20 @@ class Refused(Exception):
         status: of HTTP.
         kind: vLLM's word for it (``type``).
         param: the field at fault.
+        early: whether that is said before the endpoint has seen the request.
     """
 
     def __init__(
-        self, message: str, param: str | None = None, status: int = 400, kind: str = "BadRequestError"
+        self,
+        message: str,
+        param: str | None = None,
+        status: int = 400,
+        kind: str = "BadRequestError",
+        *,
+        early: bool = False,
     ) -> None:
         super().__init__(message)
+        self.early = early
         self.status = status
         self.kind = kind
         self.param = param
@@ -90,11 +98,7 @@ class Job:
 
     def engine_name(self, prompt: int, sample: int) -> str:
         """The id in the engine of one sequence, with the random end that makes it unique there."""
-        base = self.name
-        if self.path == COMPLETIONS:
-            base = f"{base}-{prompt}"
-        elif self.path == RESPONSES:
-            base = f"{base}_0"
+        base = _engine_base(self.path, self.name, prompt)
         if self.samples > 1:
             base = f"{sample}_{base}"
         return f"{base}-{secrets.token_hex(4)}"
@@ -119,7 +123,7 @@ def read(path: str, body: Any, request_id: str | None, settings: EngineSettings)
     stream = bool(body.get("stream"))
     if body.get("stream_options") and not stream:
         message = "Stream options can only be defined when `stream=True`. (parameter=stream_options)"
-        raise Refused(message, "stream_options")
+        raise Refused(message, "stream_options", early=True)
     ticket = _ticket(body, settings)
     texts: list[str] = []
     prompts = _READERS[path](body, texts)
@@ -142,6 +146,17 @@ def read(path: str, body: Any, request_id: str | None, settings: EngineSettings)
     )
 
 
+def base_name(path: str, body: Mapping[str, Any], request_id: str | None) -> str:
+    """The id in the engine of a request for one answer, without its random end."""
+    return _engine_base(path, _name(path, body, request_id), 0)
+
+
+def _engine_base(path: str, name: str, prompt: int) -> str:
+    if path == COMPLETIONS:
+        return f"{name}-{prompt}"
+    return f"{name}_0" if path == RESPONSES else name
+
+
 def _name(path: str, body: Mapping[str, Any], request_id: str | None) -> str:
     if path == RESPONSES:
         return str(body.get("request_id") or f"resp_{secrets.token_hex(8)}")
@@ -154,7 +169,7 @@ def _ticket(body: Mapping[str, Any], settings: EngineSettings) -> Mapping[str, A
         return None
     wrong = problem(ticket, push=settings.mode == "write")
     if wrong is not None:
-        raise Refused(wrong, TICKET_KEY)
+        raise Refused(wrong, TICKET_KEY, early=True)
     assert isinstance(ticket, Mapping)
     return ticket
 
