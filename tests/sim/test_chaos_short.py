@@ -24,7 +24,7 @@ HOLD = (
     "read/json/prefill/hang",
     "write/json/prefill/status=500",
     "read/stream/prefill/eos",
-    "read/json/prefill/lease=0.3",
+    "read/json/prefill/lease=0.5",
     "read/stream/decode/cut-stream=2",
     "write/stream/decode/no-done",
     "read/json/decode/transfer-fails",

@@ -10,7 +10,7 @@ import pytest
 
 from baton.cluster import TransferMode
 from baton.sim.requests import PATHS
-from tests.sim.labs import PROMPT, Bench, right, until, with_bench
+from tests.sim.labs import PROMPT, Bench, bench, right, until, with_bench
 
 VLLM_KEYS = {
     "do_remote_prefill",
@@ -236,6 +236,32 @@ def test_ranks_have_engine_ids_of_their_own() -> None:
             assert answer["choices"][0]["text"] == right()
 
     with_bench(test, dp_size=2)
+
+
+def test_prompts_shorter_than_a_block_hand_over_like_any_other() -> None:
+    async def test(bench: Bench) -> None:
+        for length in range(1, 16):
+            ids = list(range(length))
+            ticket = await bench.prefill(prompt=ids, request_id=str(length))  # type: ignore[arg-type]
+            assert len(ticket["remote_block_ids"][0]) == 1
+            assert (await bench.decode(ticket, prompt=ids, request_id=str(length)))[0] == 200  # type: ignore[arg-type]
+        assert bench.states() == {"given": 15, "pulled": 15}
+
+    with_bench(test)
+
+
+def test_an_engine_that_is_to_restart_does_not_outlive_its_lab() -> None:
+    async def go() -> int:
+        async with bench() as made:
+            await made.fault("restart=0.05,engine=P0")
+            with pytest.raises(aiohttp.ClientError):
+                await made.post("P0", {"prompt": PROMPT})
+            engine = made.lab.engines["P0"]
+        await asyncio.sleep(0.1)
+        assert not engine.listening
+        return engine.starts
+
+    assert asyncio.run(go()) == 1
 
 
 def test_a_ticket_that_lacks_a_key_is_that_requests_own_400() -> None:

@@ -24,7 +24,7 @@ from baton.sim.requests import CHAT, COMPLETIONS, GENERATE, MESSAGES, PATHS, RES
 from baton.sim.settings import EngineSettings
 
 WAIT_SECONDS = 120.0
-FREED_SECONDS = 20.0
+FREED_SECONDS = 45.0
 PROMPT = "Count the number 1, 2, 3 and so on until the very end of all numbers, one, two, three, four, five, six, seven"
 ASK: Mapping[str, Any] = {
     "do_remote_decode": True,

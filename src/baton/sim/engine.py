@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -58,6 +58,7 @@ class Engine:
         self._next_rank = 0
         self._asleep: asyncio.Future[None] | None = None
         self._closing: set[asyncio.Task[None]] = set()
+        self._later: set[asyncio.Task[None]] = set()
         self.load = 0
 
     # life
@@ -118,8 +119,10 @@ class Engine:
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)
 
-    async def kill(self) -> None:
-        """End at once: connections are cut and all that it kept is lost."""
+    async def kill(self, after: float = 0.0) -> None:
+        """End, *after* seconds: connections are cut and all that it kept is lost."""
+        if after:
+            await asyncio.sleep(after)
         self.wake()
         server, self._server = self._server, None
         for rank in self.ranks:
@@ -129,6 +132,19 @@ class Engine:
         if server is not None:
             await server.close(0.0)
         await asyncio.gather(*self._closing, return_exceptions=True)
+
+    async def close(self) -> None:
+        """End for good, whatever was to come."""
+        for task in list(self._later):
+            task.cancel()
+        await asyncio.gather(*self._later, return_exceptions=True)
+        await self.kill()
+
+    def later(self, work: Coroutine[Any, Any, None]) -> None:
+        """Have *work* done on its own, since it cuts whoever asks for it."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._later.add(task)
+        task.add_done_callback(self._later.discard)
 
     def sleep(self) -> None:
         """Stand still until :meth:`wake`: connections are taken, nothing is answered, nobody's lease is renewed."""
@@ -285,9 +301,7 @@ class Engine:
         if Kind.KILL in drawn or Kind.RESTART in drawn:
             # Not by this task, which is cut as well.
             again = drawn.get(Kind.RESTART)
-            task = loop.create_task(self.restart(again) if again is not None else self.kill())
-            _BACKGROUND.add(task)
-            task.add_done_callback(_BACKGROUND.discard)
+            self.later(self.restart(again) if again is not None else self.kill())
             await asyncio.Event().wait()
         if Kind.FRONT_STATUS in drawn:
             self._say_status(responder, path, int(drawn[Kind.FRONT_STATUS]), "the gateway does not reach the engine")
@@ -311,9 +325,9 @@ class Engine:
             return True
         return False
 
-    async def restart(self, seconds: float = 0.0) -> None:
-        """End at once, stay away for *seconds*, and come up as a new engine on the same port."""
-        await self.kill()
+    async def restart(self, seconds: float = 0.0, after: float = 0.0) -> None:
+        """End (*after* seconds), stay away for *seconds*, and come up as a new engine on the same port."""
+        await self.kill(after)
         if seconds:
             await asyncio.sleep(seconds)
         await self.start()
@@ -466,7 +480,6 @@ class Engine:
 
 
 _STREAM_FAULTS = (Kind.CUT_STREAM, Kind.HANG_STREAM, Kind.ERROR_EVENT, Kind.CUT)
-_BACKGROUND: set[asyncio.Task[None]] = set()
 
 
 async def begin_all(running: Sequence[Running]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import orjson
@@ -35,7 +35,9 @@ class Lab:
     def __init__(self, specs: Sequence[EngineSpec], host: str = "127.0.0.1", seed: int = 0) -> None:
         self.host = host
         self.faults = Faults(seed)
-        self.ledger = Ledger(lambda: asyncio.get_running_loop().time())
+        # Seconds in which this whole process came to nothing: heartbeats could not be sent, so they age no lease.
+        self._lost = 0.0
+        self.ledger = Ledger(lambda: asyncio.get_running_loop().time() - self._lost)
         self.fabric = Fabric(self.ledger)
         self.engines: dict[str, Engine] = {}
         side = dict(FIRST_SIDE_PORT)
@@ -73,7 +75,7 @@ class Lab:
             self._reaping.cancel()
             await asyncio.gather(self._reaping, return_exceptions=True)
             self._reaping = None
-        await asyncio.gather(*(engine.kill() for engine in self.engines.values()))
+        await asyncio.gather(*(engine.close() for engine in self.engines.values()))
         await self.fabric.close()
 
     async def set_faults(self, faults: Iterable[Fault]) -> None:
@@ -161,10 +163,11 @@ class Lab:
         loop = asyncio.get_running_loop()
         match name:
             case "restart" | "kill":
-                work = chosen.restart(seconds) if name == "restart" else chosen.kill()
+                # Of the one that is asked the answer goes out first, since its connection is cut.
+                after = REAP_SECONDS if chosen is asked else 0.0
+                work = chosen.restart(seconds, after) if name == "restart" else chosen.kill(after)
                 if chosen is asked:
-                    # The answer goes out first, since the connection it goes on is cut.
-                    loop.call_later(REAP_SECONDS, self._later, work)
+                    chosen.later(work)
                 else:
                     await work
             case "start":
@@ -179,14 +182,14 @@ class Lab:
                 return 404, {"error": f"there is nothing at /sim/{name}"}
         return 200, {"engine": chosen.name, "engine_id": chosen.engine_id}
 
-    def _later(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        _TASKS.add(task)
-        task.add_done_callback(_TASKS.discard)
-
     async def _reap_forever(self) -> None:
+        loop = asyncio.get_running_loop()
         while True:
+            before = loop.time()
             await asyncio.sleep(REAP_SECONDS)
+            late = loop.time() - before - REAP_SECONDS
+            if late > REAP_SECONDS:
+                self._lost += late
             if self.ledger.due():
                 for lease in self.ledger.reap(self._asleep):
                     self.fabric.note_expired(lease)
@@ -194,9 +197,6 @@ class Lab:
     def _asleep(self, engine_id: str) -> bool:
         base = engine_id.partition("_dp")[0]
         return any(engine.asleep for engine in self.engines.values() if engine.engine_id == base)
-
-
-_TASKS: set[asyncio.Task[None]] = set()
 
 
 class _AdminEngine(Engine):

@@ -79,7 +79,6 @@ class Job:
         usage: whether a stream ends with one on tokens.
         ticket: ``kv_transfer_params``, checked.
         echo: whether the prompt is part of the answer.
-        prompt_scores: whether logprobs of the prompt are asked for.
         texts: of the prompts, for the echo.
     """
 
@@ -93,7 +92,6 @@ class Job:
     usage: bool
     ticket: Mapping[str, Any] | None
     echo: bool = False
-    prompt_scores: bool = False
     texts: list[str] = field(default_factory=list)
 
     def engine_name(self, prompt: int, sample: int) -> str:
@@ -141,7 +139,6 @@ def read(path: str, body: Any, request_id: str | None, settings: EngineSettings)
         bool((body.get("stream_options") or _EMPTY).get("include_usage")),
         ticket,
         bool(fields.get("echo")) and path == COMPLETIONS,
-        fields.get("prompt_logprobs") is not None or (bool(fields.get("echo")) and fields.get("logprobs") is not None),
         texts,
     )
 

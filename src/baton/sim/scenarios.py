@@ -41,7 +41,7 @@ _BOTH: Mapping[str, str] = {
     "restart=0.2": _ONCE,
     "kill": _ONCE,
 }
-_PREFILL: Mapping[str, str] = {"no-ticket": _SOME, "eos": _SOME, "lease=0.3": "p=1"}
+_PREFILL: Mapping[str, str] = {"no-ticket": _SOME, "eos": _SOME, "lease=0.5": "p=1"}
 _DECODE: Mapping[str, str] = {}
 _STREAM: Mapping[str, str] = {
     "cut-stream=2": _SOME,
@@ -92,7 +92,8 @@ class Scenario:
             max_model_len=4096,
             prefill_tokens_per_second=50_000 if self.leaves else float("inf"),
             decode_step_seconds=0.01 if few else 0.001 if self.stream or self.leaves else 0.0,
-            lease_seconds=LEASE_SECONDS,
+            # Heartbeats are sent as often as the reader's own leases ask for.
+            lease_seconds=1.0 if few else LEASE_SECONDS,
         )
 
 
