@@ -13,6 +13,7 @@ import fnmatch
 import logging
 import os
 import random
+import socket
 import sys
 import time
 from collections import Counter
@@ -32,7 +33,7 @@ from baton.sim.scenarios import Ask, Scenario, asks, scenarios
 
 REST_SECONDS = 1.0
 """How long after its last request a scenario may take to come to rest."""
-LEG_SECONDS = 0.6
+LEG_SECONDS = 1.0
 PROBE_SECONDS = 0.2
 AT_ONCE = 16
 _SHOWN = 3
@@ -60,7 +61,7 @@ async def run(scenario: Scenario, seed: int, count: int) -> Report:
     report = Report(scenario)
     began = time.monotonic()
     before = asyncio.all_tasks()
-    lab = Lab(specs(2, 2, scenario.settings), seed=seed)
+    lab = Lab(specs(2, 2, scenario.settings, free_ports(4)), seed=seed)
     await lab.start()
     proxy = Proxy(
         ProxySettings(
@@ -176,6 +177,16 @@ async def _tasks_left(before: set[asyncio.Task[object]]) -> list[str]:
             break
         await asyncio.sleep(0.01)
     return left
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody listens on, below those that the kernel hands out: an engine comes back to its own."""
+    found: list[int] = []
+    while len(found) < count:
+        port = random.randrange(10_000, 32_000)  # noqa: S311
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            found.append(port)
+    return list(dict.fromkeys(found)) if len(set(found)) == count else free_ports(count)
 
 
 def descriptors() -> int:

@@ -55,6 +55,7 @@ class Engine:
         self._faults = faults
         self._side_port = side_port
         self._server: Server | None = None
+        self._opening = asyncio.Lock()
         self._next_rank = 0
         self._asleep: asyncio.Future[None] | None = None
         self._closing: set[asyncio.Task[None]] = set()
@@ -106,10 +107,11 @@ class Engine:
 
     async def listen(self) -> None:
         """Take connections again."""
-        if self._server is None:
-            server = Server(self._handle, _WITHOUT_LIMITS)
-            addresses = await server.listen(self.host, self.port)
-            self._server, self.port = server, addresses[0][1]
+        async with self._opening:
+            if self._server is None:
+                server = Server(self._handle, _WITHOUT_LIMITS)
+                addresses = await server.listen(self.host, self.port)
+                self._server, self.port = server, addresses[0][1]
 
     def refuse(self) -> None:
         """Take no more connections, and end those that nothing is under way on."""
@@ -280,7 +282,9 @@ class Engine:
         """
         if not isinstance(ticket, dict) or not ticket.get("do_remote_prefill") or not self.spec.settings.connector:
             return
-        if self.ranks[0].pushes:
+        if not self.ranks[0].alive:
+            self.fabric.orphan(ticket, base_name(path, body, said))
+        elif self.ranks[0].pushes:
             if refused is None:
                 self.fabric.give_up(ticket, base_name(path, body, said))
         elif refused is None or not (path == GENERATE or refused.kind == "Bad Request" or refused.early):
@@ -302,7 +306,10 @@ class Engine:
             # Not by this task, which is cut as well.
             again = drawn.get(Kind.RESTART)
             self.later(self.restart(again) if again is not None else self.kill())
-            await asyncio.Event().wait()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                left()
         if Kind.FRONT_STATUS in drawn:
             self._say_status(responder, path, int(drawn[Kind.FRONT_STATUS]), "the gateway does not reach the engine")
             return True
@@ -394,19 +401,19 @@ class Engine:
         body = orjson.dumps(made.whole(texts, counts, ticket))
         if self._asleep is not None:
             await self.awake()
-        if not drawn:
-            responder.send(200, [JSON], body)
-        elif Kind.CUT in drawn or Kind.CUT_STREAM in drawn:
-            for each in running:
-                if each.lease is not None:
-                    each.lease.undelivered = True
+        if Kind.CUT in drawn or Kind.CUT_STREAM in drawn:
+            lose_tickets(running)
             responder.start(200, [JSON])
             responder.write(body[: len(body) // 2])
             await asyncio.sleep(0)
             responder.abort()
         elif Kind.SPLIT in drawn:
             responder.start(200, [JSON])
-            await write_split(responder, body, int(drawn[Kind.SPLIT]))
+            try:
+                await write_split(responder, body, int(drawn[Kind.SPLIT]))
+            except asyncio.CancelledError:
+                lose_tickets(running)
+                raise
             responder.end()
         else:
             responder.send(200, [JSON], body)
@@ -464,8 +471,8 @@ class Engine:
         ticket = None
         for each in running:
             ticket = each.finish() or ticket
-            if Kind.NO_TICKET in drawn and each.lease is not None:
-                each.lease.undelivered = True
+        if Kind.NO_TICKET in drawn:
+            lose_tickets(running)
         return None if Kind.NO_TICKET in drawn else ticket
 
     def _count(self, running: Sequence[Running]) -> Counts:
@@ -493,6 +500,13 @@ async def begin_all(running: Sequence[Running]) -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
+def lose_tickets(running: Sequence[Running]) -> None:
+    """The answer does not arrive, and with it the tickets that only it names."""
+    for each in running:
+        if each.lease is not None:
+            each.lease.undelivered = True
+
+
 def step_events(made: Format, running: Sequence[Running], step: int) -> list[bytes]:
     """The events of one decode step of all sequences of a request."""
     events: list[bytes] = []
@@ -510,7 +524,7 @@ async def write_split(responder: Responder, data: bytes, size: int) -> None:
     size = max(size, 1)
     for number, start in enumerate(range(0, len(data), size)):
         responder.write(data[start : start + size])
-        if number % 16 == 0:
+        if number % 64 == 0:
             await asyncio.sleep(0)
 
 

@@ -81,7 +81,7 @@ class Fabric:
             self.ledger.end(lease, LeaseState.RELEASED)
 
     def orphan(self, ticket: Mapping[str, Any], request_id: str) -> None:
-        """A decode server takes no notice of its ticket: nobody will free what it stands for."""
+        """A decode server takes no notice of its ticket, or has ended with it: nobody will free what it stands for."""
         engine_id = ticket.get("remote_engine_id") or ""
         lease = self.ledger.find(engine_id, ticket.get("remote_request_id") or "")
         lease = lease or self._finished.get((engine_id, request_id))
@@ -176,7 +176,11 @@ class Fabric:
             return await registration.contents
         finally:
             if registration.contents.cancelled() and not registration.pushing:
-                self._cancel(key)
+                self._registered.pop(key, None)
+                if reader.alive:
+                    self._cancel(key)
+                else:
+                    self.orphan(ticket, key[1])
 
     def finished(self, source: Rank, request_id: str, lease: Lease, faults: Mapping[Kind, float]) -> None:
         """A prefill server has computed a prompt."""

@@ -102,7 +102,7 @@ class Lab:
     def idle(self) -> bool:
         """Whether no engine has a request under way."""
         return all(
-            not engine.load and not any(rank.running or rank.waiting for rank in engine.ranks)
+            not engine.load and not any(rank.alive and (rank.running or rank.waiting) for rank in engine.ranks)
             for engine in self.engines.values()
         )
 

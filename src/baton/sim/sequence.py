@@ -241,8 +241,8 @@ class Running:
     def _let_go(self, ticket: Mapping[str, Any]) -> None:
         """The request was given up before its KV cache was here: the prefill server is told, once this one is awake."""
         if not self.rank.alive:
-            return
-        if self._engine.asleep:
+            self._engine.fabric.orphan(ticket, tickets.base_id(self.request_id))
+        elif self._engine.asleep:
             asyncio.get_running_loop().call_later(0.02, self._let_go, ticket)
         elif self.rank.pushes:
             self._engine.fabric.give_up(ticket, self.request_id)
