@@ -11,7 +11,7 @@ from typing import Any
 import aiohttp
 
 from baton.sim import EngineSettings, Fault, Lab, specs
-from baton.sim.check import ASK
+from baton.sim.check_cases import ASK
 from baton.sim.text import Sampling, expected, tokens_of
 
 PROMPT = "Once upon a time there was a fox that lived in a wood and had never seen a town, " * 3

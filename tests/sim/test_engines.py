@@ -9,6 +9,7 @@ import aiohttp
 import pytest
 
 from baton.cluster import TransferMode
+from baton.sim.check_cases import BODIES, leg
 from baton.sim.requests import PATHS
 from tests.sim.labs import PROMPT, Bench, bench, right, until, with_bench
 
@@ -275,12 +276,10 @@ def test_a_ticket_that_lacks_a_key_is_that_requests_own_400() -> None:
 
 @pytest.mark.parametrize("path", PATHS)
 def test_every_endpoint_hands_over_in_json_and_in_events(path: str) -> None:
-    from baton.sim.check import _BODIES, _leg
-
     async def test(bench: Bench) -> None:
         for stream in (False, True):
-            _, answer = await bench.post("P0", _leg(path), path)
-            body = {**_BODIES[path], "stream": stream, "kv_transfer_params": answer["kv_transfer_params"]}
+            _, answer = await bench.post("P0", leg(path), path)
+            body = {**BODIES[path], "stream": stream, "kv_transfer_params": answer["kv_transfer_params"]}
             status, _ = await bench.post("D0", body, path)
             assert status == 200
         assert bench.states() == {"given": 2, "pulled": 2}

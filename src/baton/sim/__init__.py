@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 
-from baton.sim.check import Case, Difference, Unreachable, cases, compare
+from baton.sim.check import Difference, Unreachable, compare
+from baton.sim.check_cases import Case, cases
 from baton.sim.faults import BadFault, Fault, Kind, Phase
 from baton.sim.lab import Lab, specs
 from baton.sim.ledger import Lease, LeaseState, Ledger

@@ -10,7 +10,8 @@ import orjson
 
 from baton.cluster import Endpoint, Role
 from baton.http import Request, Responder
-from baton.sim.engine import JSON, Engine
+from baton.sim.answering import JSON
+from baton.sim.engine import Engine
 from baton.sim.fabric import Fabric
 from baton.sim.faults import BadFault, Fault, Faults, Kind
 from baton.sim.ledger import Ledger
