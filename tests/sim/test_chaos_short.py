@@ -18,6 +18,8 @@ from baton.sim.faults import Fault, Kind
 from baton.sim.scenarios import Scenario, asks, scenarios
 
 EACH = 8
+LEG_SECONDS = 2.5
+"""Longer than a machine that is busy with other things stands still."""
 HOLD = (
     "read/json/nowhere/none",
     "write/stream/nowhere/none",
@@ -50,7 +52,7 @@ def short(name: str) -> object:
 
 @pytest.mark.parametrize("name", [short(name) for name in (*HOLD, *BROKEN)])
 def test_a_scenario_holds(name: str) -> None:
-    report = asyncio.run(run(EVERY[name], seed=1, count=EACH))
+    report = asyncio.run(run(EVERY[name], seed=1, count=EACH, leg_seconds=LEG_SECONDS))
     assert report.broken == []
     assert sum(report.verdicts.values()) == EACH
 

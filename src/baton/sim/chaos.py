@@ -34,6 +34,8 @@ from baton.sim.scenarios import Ask, Scenario, asks, scenarios
 REST_SECONDS = 1.0
 """How long after its last request a scenario may take to come to rest."""
 LEG_SECONDS = 1.0
+PATIENCE_SECONDS = 30.0
+"""After which a client that is still not answered is a failure."""
 PROBE_SECONDS = 0.2
 AT_ONCE = 16
 _SHOWN = 3
@@ -56,8 +58,12 @@ class Report:
     verdicts: Counter[str] = field(default_factory=Counter)
 
 
-async def run(scenario: Scenario, seed: int, count: int) -> Report:
-    """One scenario: *count* requests, and what must hold afterwards."""
+async def run(scenario: Scenario, seed: int, count: int, leg_seconds: float = LEG_SECONDS) -> Report:
+    """One scenario: *count* requests, and what must hold afterwards.
+
+    Args:
+        leg_seconds: how long the proxy waits for a leg.
+    """
     report = Report(scenario)
     began = time.monotonic()
     before = asyncio.all_tasks()
@@ -69,7 +75,7 @@ async def run(scenario: Scenario, seed: int, count: int) -> Report:
             port=0,
             endpoints=lab.endpoints,
             transfer_mode=scenario.mode,
-            request_timeout_seconds=LEG_SECONDS,
+            request_timeout_seconds=leg_seconds,
             probe_interval_seconds=PROBE_SECONDS,
         )
     )
@@ -95,8 +101,7 @@ async def _ask_all(scenario: Scenario, seed: int, all_asks: Sequence[Ask], url: 
     places = asyncio.Semaphore(AT_ONCE)
     chance = random.Random(f"{seed}/{scenario.name}/leave")  # noqa: S311
     patience = [chance.uniform(0.0, 0.04) if scenario.leaves else None for _ in all_asks]
-    # What no test on earth waits for: a client that is never answered is a failure too.
-    limits = aiohttp.ClientTimeout(total=LEG_SECONDS * 12)
+    limits = aiohttp.ClientTimeout(total=PATIENCE_SECONDS)
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=limits) as session:
 
         async def one(number: int, ask: Ask) -> None:
