@@ -47,6 +47,7 @@ def test_a_lab_with_a_proxy_answers_and_ends_when_it_is_told(number: signal.Sign
         (["--prefill", "0"], "'0' is not a whole number of 1 or more"),
         (["--prefill", "500"], "--port"),
         (["--port", "65530", "--decode", "10"], "65535"),
+        (["--prefill-tokens-per-second", "0"], "'0' is not a number above 0"),
         (["--decode-step-ms", "-1"], "'-1' is not a number of 0 or more"),
         (["--mod", "read"], "did you mean --mode"),
     ],

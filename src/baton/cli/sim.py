@@ -201,7 +201,7 @@ def _parser() -> Parser:
         "--transfer-mode",
         choices=[str(mode) for mode in TransferMode],
         default="read",
-        help="(default: read)",
+        help="who moves the KV cache (default: read)",
     )
     parser.add_argument("--proxy", action="store_true", help="start Baton's proxy before them")
     parser.add_argument("--proxy-port", type=port_number, default=PROXY_PORT, metavar="PORT", help="(default: 8000)")
@@ -221,7 +221,7 @@ def _parser() -> Parser:
     speeds = parser.add_argument_group("speeds (default: everything at once)")
     speeds.add_argument(
         "--prefill-tokens-per-second",
-        type=seconds,
+        type=_rate,
         default=float("inf"),
         metavar="N",
         help="one prompt after the other",
@@ -229,9 +229,7 @@ def _parser() -> Parser:
     speeds.add_argument(
         "--decode-step-ms", type=_zero_or_more, default=0.0, metavar="MS", help="a token of each request"
     )
-    speeds.add_argument(
-        "--transfer-bytes-per-second", type=seconds, default=float("inf"), metavar="N", help="of a pull"
-    )
+    speeds.add_argument("--transfer-bytes-per-second", type=_rate, default=float("inf"), metavar="N", help="of a pull")
     speeds.add_argument("--token-bytes", type=count, default=46_080, metavar="N", help="KV cache (default: 46080)")
     speeds.add_argument(
         "--handshake-seconds", type=_zero_or_more, default=0.0, metavar="S", help="of the first transfer of a pair"
@@ -256,6 +254,17 @@ def _parser() -> Parser:
     )
     parser.add_argument("--chaos", action="store_true", help="run the campaign of faults, and end")
     return parser
+
+
+def _rate(text: str) -> float:
+    """An argparse type: a number above 0, ``inf`` among them."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return value
 
 
 def _zero_or_more(text: str) -> float:
