@@ -75,5 +75,5 @@ def test_a_stop_text_ends_the_answer_and_is_no_part_of_it() -> None:
     whole = expected(PROMPT, Sampling(30, ignore_eos=True), 16)
     stop = whole.tokens[5][1:] + whole.tokens[6][:2]
     cut = expected(PROMPT, Sampling(30, ignore_eos=True, stop=(stop,)), 16)
-    assert cut.finish == "stop"
+    assert (cut.finish, cut.stop) == ("stop", stop)
     assert cut.text == whole.text[: whole.text.find(stop)]

@@ -361,8 +361,19 @@ def phase_of(ticket: Any) -> Phase:
 
 def models(name: str, longest: int) -> dict[str, Any]:
     """What ``/v1/models`` says."""
+    allowed = ("sampling", "logprobs", "view")
+    kinds = ("create_engine", "sampling", "logprobs", "search_indices", "view", "fine_tuning")
+    permission = {
+        "id": "modelperm-sim",
+        "object": "model_permission",
+        "created": 0,
+        **{f"allow_{kind}": kind in allowed for kind in kinds},
+        "organization": "*",
+        "group": None,
+        "is_blocking": False,
+    }
     card = {"id": name, "object": "model", "created": 0, "owned_by": "vllm", "root": name, "parent": None}
-    return {"object": "list", "data": [{**card, "max_model_len": longest, "permission": []}]}
+    return {"object": "list", "data": [{**card, "max_model_len": longest, "permission": [permission]}]}
 
 
 def _uuid() -> str:

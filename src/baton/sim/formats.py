@@ -123,7 +123,7 @@ class Completions(_OpenAI):
                 "text": self._echoed(index) + text.text,
                 "logprobs": None,
                 "finish_reason": text.finish,
-                "stop_reason": None,
+                "stop_reason": text.stop,
                 "token_ids": None,
                 "prompt_logprobs": None,
                 "prompt_token_ids": None,
@@ -177,7 +177,7 @@ class Chat(_OpenAI):
                 },
                 "logprobs": None,
                 "finish_reason": text.finish,
-                "stop_reason": None,
+                "stop_reason": text.stop,
                 "token_ids": None,
                 "routed_experts": None,
             }

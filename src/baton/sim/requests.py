@@ -216,6 +216,8 @@ def _sampling(path: str, fields: Mapping[str, Any], longest: int, settings: Engi
     if (samples := _whole(fields, "n")) is not None and samples < 1:
         raise Refused(f"n must be at least 1, got {samples}.")
     temperature = fields.get("temperature")
+    if samples is not None and samples > 1 and temperature == 0:
+        raise Refused(f"n must be 1 when using greedy sampling, got {samples}.")
     if isinstance(temperature, int | float) and temperature < 0:
         value = float(temperature)
         message = f"temperature must be non-negative, got {value}. (parameter=temperature, value={value})"

@@ -46,10 +46,11 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """An answer: its tokens, and why it ended (``length`` or ``stop``)."""
+    """An answer: its tokens, why it ended (``length`` or ``stop``), and the text that stopped it, when one did."""
 
     tokens: tuple[str, ...]
     finish: str
+    stop: str | None = None
 
     @property
     def text(self) -> str:
@@ -119,13 +120,14 @@ def _stopped(tokens: tuple[str, ...], finish: str, sampling: Sampling) -> Text:
         text += token
         if place + 1 < sampling.least:
             continue
-        found = [at for stop in sampling.stop if (at := text.find(stop)) >= 0]
+        found = [(at, stop) for stop in sampling.stop if (at := text.find(stop)) >= 0]
         if found:
-            kept, end = [], min(found)
+            kept = []
+            end, stop = min(found)
             for each in tokens[: place + 1]:
                 if end <= 0:
                     break
                 kept.append(each[:end])
                 end -= len(each)
-            return Text(tuple(kept), "stop")
+            return Text(tuple(kept), "stop", stop)
     return Text(tokens, finish)
