@@ -72,7 +72,8 @@ class Fabric:
         """A decode server says that it still wants a KV cache."""
         source = self.ranks.get(ticket["remote_engine_id"])
         if source is not None:
-            self.ledger.renew(source.engine_id, ticket["remote_request_id"], source.settings.lease_seconds)
+            request_id = ticket.get("remote_request_id") or ""
+            self.ledger.renew(source.engine_id, request_id, source.settings.lease_seconds)
 
     def release(self, ticket: Mapping[str, Any]) -> None:
         """It says that it does not."""
@@ -112,6 +113,7 @@ class Fabric:
         size = blocks * settings.block_size * settings.token_bytes
         if settings.transfer_bytes_per_second != math.inf:
             await asyncio.sleep(size / settings.transfer_bytes_per_second)
+        await peer.awake()
         if Kind.TRANSFER_FAILS in faults or not peer.alive or not mover.alive:
             self.failures[mover.engine_id] = self.failures.get(mover.engine_id, 0) + 1
             raise TransferFailed(f"the transfer between {mover.engine_id} and {peer.engine_id} failed")

@@ -21,9 +21,9 @@ class Rank:
     Args:
         engine_id: of this rank, from one start to its end.
         host, port: its side channel, as its tickets say it.
-        awake: waits while the engine stands still.
 
     Attributes:
+        awake: waits while the engine stands still.
         alive: false once its engine has ended.
         running: requests that it works on.
         shaken: engine ids that it has met, with the time from which on it knows them.
@@ -41,7 +41,7 @@ class Rank:
         self.pool = Pool(settings.kv_blocks, settings.kv_blocks if settings.prefix_cache else 0)
         self.shaken: dict[str, float] = {}
         self.kept = 0
-        self._awake = awake
+        self.awake = awake
         self._waiting: deque[tuple[int, asyncio.Future[list[int]]]] = deque()
         self._computing_until = 0.0
 
@@ -110,7 +110,7 @@ class Rank:
             now = asyncio.get_running_loop().time()
             self._computing_until = max(now, self._computing_until) + tokens / rate
             await asyncio.sleep(self._computing_until - now)
-        await self._awake()
+        await self.awake()
 
     async def step(self, count: int = 1) -> None:
         """Make *count* tokens; prompts that are computed meanwhile are waited for."""
@@ -118,4 +118,4 @@ class Rank:
         if seconds:
             now = asyncio.get_running_loop().time()
             await asyncio.sleep(max(seconds, self._computing_until - now))
-        await self._awake()
+        await self.awake()

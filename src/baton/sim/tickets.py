@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 _RANDOM = re.compile(r"-[0-9a-f]{8}$")
@@ -25,18 +25,34 @@ def problem(ticket: object, *, push: bool) -> str | None:
     """
     if not isinstance(ticket, Mapping):
         return "kv_transfer_params is not an object"
-    reads = ticket.get("do_remote_prefill") or (ticket.get("do_remote_decode") and offers_turn(ticket))
-    if not reads:
-        return None
+    for keys, holds, what in _TYPES:
+        for key in keys:
+            if ticket.get(key) is not None and not holds(ticket[key]):
+                return f"kv_transfer_params.{key} is not {what}"
     if ticket.get("do_remote_prefill") and ticket.get("do_remote_decode"):
         return "kv_transfer_params says both do_remote_prefill and do_remote_decode"
-    for key in (*_NEEDED, *(("tp_size",) if push else ("remote_block_ids", "remote_request_id"))):
-        if not ticket.get(key):
-            return f"kv_transfer_params lacks {key}"
-    blocks = ticket.get("remote_block_ids")
-    if blocks is not None and not (isinstance(blocks, list) and all(isinstance(group, list) for group in blocks)):
-        return "kv_transfer_params.remote_block_ids is not a list of lists of block numbers"
-    return None
+    if not (ticket.get("do_remote_prefill") or (ticket.get("do_remote_decode") and offers_turn(ticket))):
+        return None
+    needed = (*_NEEDED, *(("tp_size",) if push else ("remote_block_ids", "remote_request_id")))
+    return next((f"kv_transfer_params lacks {key}" for key in needed if not ticket.get(key)), None)
+
+
+def _are_blocks(groups: Any) -> bool:
+    lists = isinstance(groups, list) and all(isinstance(group, list) for group in groups)
+    return lists and all(isinstance(block, int) and block >= 0 for group in groups for block in group)
+
+
+_TYPES: Sequence[tuple[Sequence[str], Callable[[Any], bool], str]] = (
+    (("do_remote_prefill", "do_remote_decode", "keep_blocks"), lambda value: isinstance(value, bool), "true or false"),
+    (
+        ("remote_engine_id", "remote_request_id", "remote_host", "transfer_mode", "block_digests", "tail_digest"),
+        lambda value: isinstance(value, str),
+        "a text",
+    ),
+    (("remote_port",), lambda value: isinstance(value, int) and 0 < value < 65536, "a port number"),
+    (("remote_block_ids",), _are_blocks, "a list of lists of block numbers"),
+)
+"""What the value of a key must be, when it is not null; a Baton engine looks at more of them."""
 
 
 def offers_turn(ticket: Mapping[str, Any]) -> bool:
