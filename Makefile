@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help up test unit e2e lint types bench venv venv-dev model clean
+.PHONY: help up test unit e2e chaos lint types bench venv venv-dev model clean
 
 help:  ## what there is
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## / - /'
@@ -19,6 +19,9 @@ unit: venv-dev  ## the tests without engines: seconds
 
 e2e: venv-dev model  ## the tests on real engines: minutes
 	$(BIN)/python -m pytest -m e2e
+
+chaos: venv  ## 10,000 requests with every fault in every phase, before fake engines: minutes (SEED=1)
+	$(BIN)/python -m baton.sim.chaos --seed $(or $(SEED),1) --requests 10000
 
 lint: venv-dev  ## format and lint
 	$(BIN)/ruff format --check .

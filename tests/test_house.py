@@ -20,7 +20,8 @@ MAY_IMPORT = {
     "http": set(),
     "proxy": {"cluster", "http"},
     "launch": {"cluster", "models", "engine"},
-    "cli": {"cluster", "http", "models", "engine", "proxy", "launch"},
+    "sim": {"cluster", "http", "proxy"},
+    "cli": {"cluster", "http", "models", "engine", "proxy", "launch", "sim"},
 }
 
 
@@ -82,7 +83,9 @@ def test_only_the_engine_imports_vllm() -> None:
     assert wrong == ["models/unpack.py"]
 
 
-@pytest.mark.parametrize("module", ["baton.proxy", "baton.cli.proxy", "baton.launch", "baton.models", "baton.engine"])
+@pytest.mark.parametrize(
+    "module", ["baton.proxy", "baton.cli.proxy", "baton.launch", "baton.models", "baton.engine", "baton.sim"]
+)
 def test_importing_a_room_pulls_in_no_engine(module: str) -> None:
     code = f"import sys, {module}; print([name for name in ('torch', 'vllm', 'transformers') if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

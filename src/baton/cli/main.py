@@ -25,6 +25,7 @@ _COMMANDS = {
     "drain": "have an instance finish and get nothing new",
     "restart": "start instances anew, one after the other",
     "down": "end everything that `baton up` started",
+    "sim": "fake engines that behave and break as real ones do",
     "model": "the embedded model: list, path",
 }
 

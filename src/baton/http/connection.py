@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
+import struct
 from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Protocol, cast
@@ -240,9 +242,13 @@ class Connection(asyncio.Protocol):
     def soon(self, callback: Callable[[], None]) -> None:
         self._server.loop.call_soon(callback)
 
-    def abort(self) -> None:
-        if self._transport is not None:
-            self._transport.abort()
+    def abort(self, *, reset: bool = False) -> None:
+        if self._transport is None:
+            return
+        if reset and (sock := self._transport.get_extra_info("socket")) is not None:
+            # A socket that does not linger is closed by a reset.
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self._transport.abort()
 
     def close_when_idle(self) -> None:
         """Take no more requests; close when what is under way is answered."""

@@ -22,7 +22,7 @@ class Outlet(Protocol):
     def soon(self, callback: Callable[[], None]) -> None:
         """Have *callback* called in the loop's next turn."""
 
-    def abort(self) -> None: ...
+    def abort(self, *, reset: bool = False) -> None: ...
 
 
 class Responder:
@@ -93,11 +93,11 @@ class Responder:
             self._held.append(LAST_CHUNK)
         self._flush()
 
-    def abort(self) -> None:
-        """Cut the connection: the client must see that the answer isn't whole."""
+    def abort(self, *, reset: bool = False) -> None:
+        """Cut the connection: the client must see that the answer isn't whole; with *reset* it gets a reset."""
         self.ended = True
         self._held.clear()
-        self._connection.abort()
+        self._connection.abort(reset=reset)
 
     def _hold(self, data: bytes) -> None:
         if not self._held:

@@ -1,0 +1,5 @@
+"""These tests run on both event loops."""
+
+from tests.loops import loop_kind
+
+__all__ = ["loop_kind"]
