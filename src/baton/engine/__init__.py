@@ -4,6 +4,21 @@ The only folder that imports vllm, and it does so inside functions: importing
 ``baton.engine`` costs nothing and works where no engine is installed.
 """
 
+from baton.engine.components import UNFIT, ComponentSizes, Engine, component_problems, component_sizes
+from baton.engine.own_config import own_config
 from baton.engine.settings import CPUS, ENGINE_SWITCH, NIXL_NAP_US, EngineSettings, format_cpus, parse_cpus
 
-__all__ = ["CPUS", "ENGINE_SWITCH", "NIXL_NAP_US", "EngineSettings", "format_cpus", "parse_cpus"]
+__all__ = [
+    "CPUS",
+    "ENGINE_SWITCH",
+    "NIXL_NAP_US",
+    "UNFIT",
+    "ComponentSizes",
+    "Engine",
+    "EngineSettings",
+    "component_problems",
+    "component_sizes",
+    "format_cpus",
+    "own_config",
+    "parse_cpus",
+]

@@ -16,6 +16,7 @@ import psutil
 
 from baton.cluster import Cluster, Role
 from baton.launch.commands import DEFAULT_KV_CACHE_BYTES, Command, flag_value
+from baton.launch.components import components_problems
 from baton.launch.devices import EngineInstall
 from baton.launch.fits import check_fits
 from baton.launch.heads import block_problem, heads_problem, sizes_problem
@@ -54,6 +55,7 @@ def check_engine(
             )
         )
     problems += check_shape([command], install, local_model=local_model)
+    problems += check_components([command], install, local_model=local_model)
     if local_model:
         problems += check_experts([command], install)
     if max(sides) > 65535:
@@ -79,6 +81,7 @@ def check_cluster(
     commands = list(commands)
     problems = check_install(install)
     problems += check_shape(commands, install, local_model=local_model)
+    problems += check_components(commands, install, local_model=local_model)
     if local_model:
         problems += check_experts(commands, install)
     problems += [Problem(what, words=True) for what in check_speculative(cluster)]
@@ -113,6 +116,15 @@ def check_shape(commands: Iterable[Command], install: EngineInstall, *, local_mo
         heads = heads_problem(config, ranks_of(command.argv).tensor)
         block = block_problem(command.argv) if install.device == "cpu" else None
         found.update(dict.fromkeys(problem for problem in (heads, block) if problem))
+    return [Problem(what, words=True) for what in found]
+
+
+def check_components(commands: Iterable[Command], install: EngineInstall, *, local_model: bool) -> list[Problem]:
+    """A problem for each reason why replicas cannot share their components' weights as they were asked to."""
+    found: dict[str, None] = {}
+    for command in commands:
+        config = read_config(Path(command.argv[3])) if local_model else {}
+        found.update(dict.fromkeys(components_problems(command.argv, config, install.device)))
     return [Problem(what, words=True) for what in found]
 
 
