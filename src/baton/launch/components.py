@@ -36,6 +36,7 @@ def components_problems(args: Sequence[str], config: Mapping[str, Any], device: 
         spread=ranks.spread,
         unfit=tuple(flag for flag in UNFIT if _given(args, flag)),
         on_cpu=device == "cpu",
+        external=bool({*_EXTERNAL} & {word.partition("=")[0] for word in args}),
     )
     return [*problems, *component_problems(sizes, engine, config)]
 
@@ -45,6 +46,7 @@ def _given(args: Sequence[str], flag: str) -> bool:
     return any(flag_value(args, name) not in (None, "1") for name in (flag, _SHORT.get(flag, flag)))
 
 
+_EXTERNAL = ("--data-parallel-rank", "-dpn", "--data-parallel-external-lb", "-dpe")
 _SHORT = {
     "--compilation-config": "-cc",
     "--decode-context-parallel-size": "-dcp",

@@ -113,3 +113,9 @@ def test_experts_are_spread_by_expert_parallelism() -> None:
 def test_quantized_weights_and_other_devices_are_refused() -> None:
     assert "quantized" in only(ALL, model=LLAMA | {"quantization_config": {"quant_method": "awq"}})
     assert "CPU platform only" in only(ALL, Engine(2, 4, "kv_consumer", on_cpu=False))
+
+
+def test_requests_of_dense_replicas_are_shared_out_by_vllm() -> None:
+    outside = Engine(2, 4, "kv_consumer", spread=True, external=True)
+    assert "drop --data-parallel-rank and --data-parallel-external-lb" in only(ALL, outside)
+    assert component_problems(ComponentSizes(2, 2, 1, 2), outside, MOE) == []

@@ -63,6 +63,7 @@ class Engine:
         spread: whether experts are spread over ranks (``--enable-expert-parallel``).
         unfit: those of :data:`UNFIT` that were given.
         on_cpu: whether it runs on vLLM's CPU platform.
+        external: whether somebody outside shares its requests out among replicas that are processes of their own.
     """
 
     tensor: int
@@ -71,6 +72,7 @@ class Engine:
     spread: bool = False
     unfit: tuple[str, ...] = ()
     on_cpu: bool = True
+    external: bool = False
 
 
 def parameter(component: str) -> str:
@@ -136,6 +138,11 @@ def _model_problems(sizes: ComponentSizes, engine: Engine, model: Mapping[str, A
     if kinds[0] not in (*DENSE, *EXPERTS):
         yield f"{asked}: {kinds[0]} is not supported; models that are: {', '.join((*DENSE, *EXPERTS))}"
         return
+    if kinds[0] in DENSE and engine.external:
+        yield (
+            f"{asked}: vLLM does not let somebody outside share requests out among replicas of a dense model; "
+            "drop --data-parallel-rank and --data-parallel-external-lb"
+        )
     if model.get("quantization_config") and "--quantization" not in engine.unfit:
         yield f"{asked}: the model's weights are quantized, which component data parallelism does not do; leave it out"
     if kinds[0] in EXPERTS:

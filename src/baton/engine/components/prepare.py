@@ -72,6 +72,7 @@ def _engine(vllm_config: VllmConfig) -> Engine:
         data=parallel.data_parallel_size,
         kv_role=None if transfer is None else transfer.kv_role,
         spread=parallel.enable_expert_parallel,
+        external=parallel.data_parallel_external_lb,
         unfit=tuple(flag for flag, given in unfit.items() if given),
     )
 
