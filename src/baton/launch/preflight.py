@@ -16,7 +16,7 @@ import psutil
 
 from baton.cluster import Cluster, Role
 from baton.launch.commands import DEFAULT_KV_CACHE_BYTES, Command, flag_value
-from baton.launch.components import components_problems
+from baton.launch.components import components_problems, saved_share
 from baton.launch.devices import EngineInstall
 from baton.launch.fits import check_fits
 from baton.launch.heads import block_problem, heads_problem, sizes_problem
@@ -214,12 +214,14 @@ def check_memory(commands: list[Command], environ: Mapping[str, str] = os.enviro
 def estimate_bytes(command: Command, environ: Mapping[str, str] = os.environ) -> int:
     """Bytes that one engine on CPU will take: weights in the served type, KV cache, overhead.
 
-    Data parallel ranks have the weights each, but for the experts, which they share; every worker has a KV cache.
+    Data parallel ranks have the weights each, but for experts and components, which they may share; every worker has a
+    KV cache.
     """
     ranks, folder = ranks_of(command.argv), Path(command.argv[3])
     weights = weight_bytes(folder, flag_value(command.argv, "--dtype"))
     if ranks.local > 1:
-        weights += int(weights * (1 - expert_share(folder))) * (ranks.local - 1)
+        saved = int(weights * saved_share(command.argv, tensor_bytes(folder)))
+        weights += int(weights * (1 - expert_share(folder))) * (ranks.local - 1) - saved * ranks.local
     kv = flag_value(command.argv, "--kv-cache-memory-bytes")
     space = environ.get("VLLM_CPU_KVCACHE_SPACE", "")
     if kv and kv.isdigit():
@@ -242,12 +244,18 @@ def weight_bytes(folder: Path, dtype: str | None) -> int:
 
 def expert_share(folder: Path) -> float:
     """The part of the weights in *folder* that is in experts: 0 to 1."""
-    sizes = {True: 0, False: 0}
+    sizes = tensor_bytes(folder)
+    return sum(size for name, size in sizes.items() if ".experts." in name) / (sum(sizes.values()) or 1)
+
+
+def tensor_bytes(folder: Path) -> dict[str, int]:
+    """Bytes of each tensor in *folder*, as it is stored."""
+    sizes: dict[str, int] = {}
     for path in folder.glob("*.safetensors"):
         for name, entry in _tensors(path).items():
             first, end = entry["data_offsets"]
-            sizes[".experts." in name] += end - first
-    return sizes[True] / (sum(sizes.values()) or 1)
+            sizes[name] = end - first
+    return sizes
 
 
 def _stored_dtype(path: Path) -> str:
