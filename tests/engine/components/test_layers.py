@@ -153,7 +153,7 @@ def logits(rank: int, shape: Shape) -> list[torch.Tensor | None]:
         if rounds is not None:
             rounds.start()
         made += [processor(head, shape.own(rank, more=each)) for each in range(shape.times(rank))]
-        processor.finish(head, HIDDEN, torch.float32)
+        processor.finish(head, torch.empty(0, HIDDEN))
     return made
 
 

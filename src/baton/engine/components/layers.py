@@ -200,13 +200,13 @@ class SharedLogits(LogitsProcessor):
             return super()._apply_head(lm_head, hidden_states, embedding_bias)
         return self._round(lm_head, hidden_states, embedding_bias, rounds.rows(len(hidden_states)))
 
-    def finish(self, lm_head: Any, hidden_size: int, dtype: torch.dtype) -> None:
-        """Take part in what is left of a step's rounds, without rows."""
+    def finish(self, lm_head: Any, no_rows: Tensor) -> None:
+        """Take part in what is left of a step's rounds; *no_rows* is [0, hidden size], of the model's type."""
         rounds = shared().rounds
         while rounds is not None and rounds.open:
             sizes = rounds.rows(0, done=True)
             if sum(sizes):
-                self._round(lm_head, lm_head.weight.new_empty(0, hidden_size, dtype=dtype), None, sizes)
+                self._round(lm_head, no_rows, None, sizes)
 
     def _round(self, lm_head: Any, hidden_states: Tensor, embedding_bias: Tensor | None, sizes: list[int]) -> Tensor:
         column = lm_head.column

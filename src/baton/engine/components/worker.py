@@ -17,6 +17,7 @@ from baton.engine.components import columns, layers
 from baton.engine.components.config import component_sizes
 from baton.engine.components.groups import Layout
 from baton.engine.own_config import own_config
+from baton.engine.workarounds import HookGone
 
 logger = init_logger("vllm.baton.components")
 
@@ -30,6 +31,11 @@ class ComponentMixin:
         sizes, _ = component_sizes(own_config(self.vllm_config.additional_config))
         made = columns.make(sizes, Layout(parallel.tensor_parallel_size, parallel.data_parallel_size))
         if made.rounds is not None:
+            if not hasattr(self.model_runner, "num_prompt_logprobs"):
+                raise HookGone(
+                    f"vllm's {type(self.model_runner).__name__}.num_prompt_logprobs is gone: replicas that share the "
+                    "LM head could fall out of step"
+                )
             made.rounds.comes_again = lambda: bool(self.model_runner.num_prompt_logprobs)
         columns.install(made)
         layers.register()
@@ -64,9 +70,10 @@ class ComponentMixin:
     def _finish_logits(self: Any) -> None:
         if columns.shared().rounds is None:
             return
-        model = self.model_runner.model
+        model, config = self.model_runner.model, self.model_config
         with torch.inference_mode():
-            model.logits_processor.finish(model.lm_head, self.model_config.get_hidden_size(), self.model_config.dtype)
+            no_rows = torch.empty(0, config.get_hidden_size(), dtype=config.dtype, device=self.model_runner.device)
+            model.logits_processor.finish(model.lm_head, no_rows)
 
 
 class ComponentCpuWorker(ComponentMixin, CPUWorker):
