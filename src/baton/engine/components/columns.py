@@ -110,7 +110,7 @@ class LogitsRounds:
         """How many rows each member has in this round; *done* members say that they won't come again."""
         said = torch.tensor([own, int(not done and self.comes_again())])
         heard = torch.empty(self.column.size, 2, dtype=said.dtype)
-        dist.all_gather_into_tensor(heard.view(-1), said, group=self.column.cpu_group)
+        dist.all_gather_single(heard.view(-1), said, group=self.column.cpu_group)
         self.open = bool(heard[:, 1].any())
         return [int(rows) for rows in heard[:, 0]]
 
