@@ -95,7 +95,7 @@ def test_all_problems_stop_the_engine_at_once() -> None:
 
 
 def test_another_worker_is_not_replaced_in_silence() -> None:
-    with pytest.raises(ValueError, match=r"--worker-cls is mine\.Worker"):
+    with pytest.raises(ValueError, match=r"this engine's is mine\.Worker: drop"):
         prepare(config({"mlp_dp_size": 2}, worker_cls="mine.Worker"))
 
 

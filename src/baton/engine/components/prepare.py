@@ -50,7 +50,8 @@ def prepare(vllm_config: VllmConfig) -> None:
     worker = vllm_config.parallel_config.worker_cls
     if worker not in (STOCK_WORKER, WORKER):
         raise ValueError(
-            f"component data parallelism needs its own worker, and --worker-cls is {worker}: drop one of them"
+            f"component data parallelism needs its own worker, and this engine's is {worker}: drop what asks for that "
+            "one (--worker-cls, static shapes)"
         )
     vllm_config.parallel_config.worker_cls = WORKER
 
