@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from baton.engine import UNFIT, ComponentSizes, Engine, component_problems, component_sizes, own_config
+from baton.engine import COMPONENTS_UNFIT, ComponentSizes, EngineFacts, component_problems, component_sizes, own_config
 from baton.launch.commands import flag_value, json_flag
 from baton.launch.errors import LaunchError
 from baton.launch.shapes import ranks_of
@@ -29,12 +29,12 @@ def components_problems(args: Sequence[str], config: Mapping[str, Any], device: 
         return [str(error)]
     ranks = ranks_of(args)
     transfer = json.loads(flag_value(args, "--kv-transfer-config") or "{}")
-    engine = Engine(
+    engine = EngineFacts(
         tensor=ranks.tensor,
         data=ranks.data,
         kv_role=transfer.get("kv_role"),
         spread=ranks.spread,
-        unfit=tuple(flag for flag in UNFIT if _given(args, flag)),
+        unfit=tuple(flag for flag in COMPONENTS_UNFIT if _given(args, flag)),
         on_cpu=device == "cpu",
         external=bool({*_EXTERNAL} & {word.partition("=")[0] for word in args}),
     )

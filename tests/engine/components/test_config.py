@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from baton.engine.components import ComponentSizes, Engine, component_problems, component_sizes
+from baton.engine.components import ComponentSizes, EngineFacts, component_problems, component_sizes
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -14,7 +14,7 @@ LLAMA = {
     "vocab_size": 320,
 }
 MOE = LLAMA | {"architectures": ["Qwen3MoeForCausalLM"], "intermediate_size": 7}
-DECODE = Engine(tensor=2, data=4, kv_role="kv_consumer")
+DECODE = EngineFacts(tensor=2, data=4, kv_role="kv_consumer")
 ALL = ComponentSizes(2, 2, 2, 2)
 
 
@@ -36,11 +36,11 @@ def test_what_is_no_size_is_named_with_its_value(value: Any) -> None:
 def test_what_fits_has_no_problems() -> None:
     assert component_problems(ALL, DECODE, LLAMA) == []
     assert component_problems(ALL, DECODE, {}) == []
-    assert component_problems(ComponentSizes(), Engine(1, 1, None), {"architectures": ["GPT2LMHeadModel"]}) == []
+    assert component_problems(ComponentSizes(), EngineFacts(1, 1, None), {"architectures": ["GPT2LMHeadModel"]}) == []
 
 
 def test_all_problems_are_told_at_once() -> None:
-    engine = Engine(tensor=3, data=4, kv_role="kv_producer", unfit=("--enable-lora",))
+    engine = EngineFacts(tensor=3, data=4, kv_role="kv_producer", unfit=("--enable-lora",))
     problems = component_problems(ComponentSizes(attention=3, mlp=2, lm_head=2), engine, LLAMA)
     asked = "attention_dp_size 3, mlp_dp_size 2, lm_head_dp_size 2"
     assert problems == [
@@ -57,18 +57,18 @@ def test_all_problems_are_told_at_once() -> None:
     ]
 
 
-def only(sizes: ComponentSizes, engine: Engine = DECODE, model: dict[str, Any] | None = None) -> str:
+def only(sizes: ComponentSizes, engine: EngineFacts = DECODE, model: dict[str, Any] | None = None) -> str:
     (problem,) = component_problems(sizes, engine, LLAMA if model is None else model)
     return problem
 
 
 def test_one_replica_has_nobody_to_share_with() -> None:
-    assert "there is one: give --data-parallel-size 4" in only(ComponentSizes(mlp=4), Engine(1, 1, "kv_consumer"))
+    assert "there is one: give --data-parallel-size 4" in only(ComponentSizes(mlp=4), EngineFacts(1, 1, "kv_consumer"))
 
 
 def test_no_transfer_at_all_is_no_decode_server() -> None:
-    assert "kv_role is None" in only(ALL, Engine(2, 4, None))
-    assert component_problems(ALL, Engine(2, 4, "kv_both"), LLAMA) == []
+    assert "kv_role is None" in only(ALL, EngineFacts(2, 4, None))
+    assert component_problems(ALL, EngineFacts(2, 4, "kv_both"), LLAMA) == []
 
 
 def test_a_model_that_is_not_known_is_named() -> None:
@@ -92,7 +92,7 @@ def test_key_value_heads_must_fit_too() -> None:
 def test_a_vocabulary_is_looked_at_as_vllm_pads_it() -> None:
     model = LLAMA | {"vocab_size": 321}
     assert component_problems(ComponentSizes(embedding=2, lm_head=4), DECODE, model) == []
-    assert "a vocabulary of 321 (padded to 384)" in only(ComponentSizes(lm_head=5), Engine(1, 5, "kv_both"), model)
+    assert "a vocabulary of 321 (padded to 384)" in only(ComponentSizes(lm_head=5), EngineFacts(1, 5, "kv_both"), model)
 
 
 def test_one_matrix_for_embedding_and_lm_head_is_shared_by_both_or_none() -> None:
@@ -104,7 +104,7 @@ def test_one_matrix_for_embedding_and_lm_head_is_shared_by_both_or_none() -> Non
 
 
 def test_experts_are_spread_by_expert_parallelism() -> None:
-    spread = Engine(2, 4, "kv_consumer", spread=True)
+    spread = EngineFacts(2, 4, "kv_consumer", spread=True)
     assert component_problems(ComponentSizes(2, 2, 1, 2), spread, MOE) == []
     assert "leave mlp_dp_size out" in only(ALL, spread, MOE)
     assert "add --enable-expert-parallel" in only(ComponentSizes(2, 2, 1, 2), DECODE, MOE)
@@ -112,10 +112,10 @@ def test_experts_are_spread_by_expert_parallelism() -> None:
 
 def test_quantized_weights_and_other_devices_are_refused() -> None:
     assert "quantized" in only(ALL, model=LLAMA | {"quantization_config": {"quant_method": "awq"}})
-    assert "CPU platform only" in only(ALL, Engine(2, 4, "kv_consumer", on_cpu=False))
+    assert "CPU platform only" in only(ALL, EngineFacts(2, 4, "kv_consumer", on_cpu=False))
 
 
 def test_requests_of_dense_replicas_are_shared_out_by_vllm() -> None:
-    outside = Engine(2, 4, "kv_consumer", spread=True, external=True)
+    outside = EngineFacts(2, 4, "kv_consumer", spread=True, external=True)
     assert "drop --data-parallel-rank and --data-parallel-external-lb" in only(ALL, outside)
     assert component_problems(ComponentSizes(2, 2, 1, 2), outside, MOE) == []

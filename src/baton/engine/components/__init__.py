@@ -5,6 +5,12 @@ gathered, so that each rank reads a part of the weights for all of them. Importi
 needs torch and vllm is in its other files.
 """
 
-from baton.engine.components.config import UNFIT, ComponentSizes, Engine, component_problems, component_sizes
+from baton.engine.components.config import (
+    COMPONENTS_UNFIT,
+    ComponentSizes,
+    EngineFacts,
+    component_problems,
+    component_sizes,
+)
 
-__all__ = ["UNFIT", "ComponentSizes", "Engine", "component_problems", "component_sizes"]
+__all__ = ["COMPONENTS_UNFIT", "ComponentSizes", "EngineFacts", "component_problems", "component_sizes"]

@@ -18,7 +18,7 @@ EXPERTS = ("Qwen3MoeForCausalLM",)
 VOCABULARY_PADDING = 64
 """vLLM rounds a vocabulary up to a multiple of it (vllm 0.32, layers/vocab_parallel_embedding.py)."""
 
-UNFIT = (
+COMPONENTS_UNFIT = (
     "--compilation-config",
     "--decode-context-parallel-size",
     "--enable-lora",
@@ -53,7 +53,7 @@ class ComponentSizes:
 
 
 @dataclass(frozen=True)
-class Engine:
+class EngineFacts:
     """What an engine will run as.
 
     Attributes:
@@ -61,7 +61,7 @@ class Engine:
         data: its data parallel size.
         kv_role: of its ``kv_transfer_config``; None when it has none.
         spread: whether experts are spread over ranks (``--enable-expert-parallel``).
-        unfit: those of :data:`UNFIT` that were given.
+        unfit: those of :data:`COMPONENTS_UNFIT` that were given.
         on_cpu: whether it runs on vLLM's CPU platform.
         external: whether somebody outside shares its requests out among replicas that are processes of their own.
     """
@@ -94,7 +94,7 @@ def component_sizes(own: Mapping[str, Any]) -> tuple[ComponentSizes, list[str]]:
     return ComponentSizes(**sizes), problems
 
 
-def component_problems(sizes: ComponentSizes, engine: Engine, model: Mapping[str, Any]) -> list[str]:
+def component_problems(sizes: ComponentSizes, engine: EngineFacts, model: Mapping[str, Any]) -> list[str]:
     """Everything that keeps an engine from sharing its components' weights as *sizes* say; empty when none are on.
 
     Args:
@@ -105,7 +105,7 @@ def component_problems(sizes: ComponentSizes, engine: Engine, model: Mapping[str
     return [*_engine_problems(sizes, engine), *_model_problems(sizes, engine, model)]
 
 
-def _engine_problems(sizes: ComponentSizes, engine: Engine) -> Iterator[str]:
+def _engine_problems(sizes: ComponentSizes, engine: EngineFacts) -> Iterator[str]:
     asked = ", ".join(f"{name} {size}" for name, size in sizes.active.items())
     if not engine.on_cpu:
         yield f"{asked}: component data parallelism runs on vLLM's CPU platform only so far; leave it out"
@@ -130,7 +130,7 @@ def _engine_problems(sizes: ComponentSizes, engine: Engine) -> Iterator[str]:
         yield f"{asked}: component data parallelism does not go together with {flag}; drop one of them"
 
 
-def _model_problems(sizes: ComponentSizes, engine: Engine, model: Mapping[str, Any]) -> Iterator[str]:
+def _model_problems(sizes: ComponentSizes, engine: EngineFacts, model: Mapping[str, Any]) -> Iterator[str]:
     kinds = model.get("architectures") or ()
     if not kinds:
         return
@@ -161,7 +161,7 @@ def _model_problems(sizes: ComponentSizes, engine: Engine, model: Mapping[str, A
     yield from _uneven(sizes, engine, model)
 
 
-def _uneven(sizes: ComponentSizes, engine: Engine, model: Mapping[str, Any]) -> Iterator[str]:
+def _uneven(sizes: ComponentSizes, engine: EngineFacts, model: Mapping[str, Any]) -> Iterator[str]:
     """What of a model does not divide by the ranks that share it."""
     vocabulary = _natural(model, "vocab_size")
     padded = -(-vocabulary // VOCABULARY_PADDING) * VOCABULARY_PADDING if vocabulary else None
@@ -190,7 +190,7 @@ def _uneven(sizes: ComponentSizes, engine: Engine, model: Mapping[str, Any]) -> 
         yield _does_not_fit("attention", sizes, engine, why, fits)
 
 
-def _does_not_fit(component: str, sizes: ComponentSizes, engine: Engine, why: str, fits: list[int]) -> str:
+def _does_not_fit(component: str, sizes: ComponentSizes, engine: EngineFacts, why: str, fits: list[int]) -> str:
     size = getattr(sizes, component)
     remedy = f"sizes that fit are {_words(fits)}" if fits else "leave it out"
     return (

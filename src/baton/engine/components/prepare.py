@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from baton.engine.components.config import Engine, component_problems, component_sizes
+from baton.engine.components.config import EngineFacts, component_problems, component_sizes
 from baton.engine.own_config import own_config
 from baton.engine.workarounds import HookGone
 
@@ -56,7 +56,7 @@ def prepare(vllm_config: VllmConfig) -> None:
     vllm_config.parallel_config.worker_cls = WORKER
 
 
-def _engine(vllm_config: VllmConfig) -> Engine:
+def _engine(vllm_config: VllmConfig) -> EngineFacts:
     parallel, transfer = vllm_config.parallel_config, vllm_config.kv_transfer_config
     unfit = {
         "--decode-context-parallel-size": parallel.decode_context_parallel_size > 1,
@@ -68,7 +68,7 @@ def _engine(vllm_config: VllmConfig) -> Engine:
         "--quantization": vllm_config.model_config.quantization is not None,
         "--speculative-config": vllm_config.speculative_config is not None,
     }
-    return Engine(
+    return EngineFacts(
         tensor=parallel.tensor_parallel_size,
         data=parallel.data_parallel_size,
         kv_role=None if transfer is None else transfer.kv_role,
