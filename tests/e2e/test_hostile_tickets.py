@@ -94,7 +94,9 @@ class Victims:
             prompt = tokens(length)
             before = self.loads()
             assert answer(self.cluster.proxy.url, prompt) == self.right(prompt)
-            assert eventually(lambda before=before: self.loads() - before, 1.0) == 1.0, "nothing was transferred"  # type: ignore[misc]
+            # A warm-up of the proxy's may be counted with it: an engine publishes its counts some time later.
+            moved = eventually(lambda before=before: self.loads() > before, True)  # type: ignore[misc]
+            assert moved is True, "nothing was transferred"
         assert eventually(lambda: used_kv([self.prefill, self.decode]), 0.0) == 0.0
 
 

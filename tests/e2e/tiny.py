@@ -36,6 +36,24 @@ def llama(
     return save(LlamaForCausalLM, config, folder, seed)
 
 
+def qwen3(folder: Path, *, layers: int = 4, hidden: int = 256, seed: int = 7) -> Path:
+    """A Qwen3ForCausalLM in *folder*, in float32: 8 heads, 4 KV heads, one matrix for embedding and LM head."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=hidden // 8,
+        max_position_embeddings=MAX_TOKENS,
+        tie_word_embeddings=True,
+    )
+    return save(Qwen3ForCausalLM, config, folder, seed)
+
+
 def qwen3_moe(folder: Path, *, layers: int = 4, hidden: int = 256, experts: int = 8, seed: int = 7) -> Path:
     """A Qwen3MoeForCausalLM in *folder*, in float32: 8 heads, 4 KV heads, 2 experts a token."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM

@@ -54,26 +54,26 @@ def cluster(
     model: Path,
     logs: Path,
     *,
-    prefill: Sequence[Engine] = (Engine(),),
-    decode: Sequence[Engine] = (Engine(),),
+    prefill: Sequence[Engine | Server] = (Engine(),),
+    decode: Sequence[Engine | Server] = (Engine(),),
     proxy: Sequence[str] = (),
 ) -> Iterator[Cluster]:
     """A cluster of *model*, each part started by Baton's own command and healthy; stopped at the end.
 
     Args:
         name: of its log files.
+        prefill, decode: engines to start, and servers that run already, which go on running.
         proxy: more flags of the proxy.
     """
     servers: list[Server] = []
+    kept = [engine for engine in (*prefill, *decode) if isinstance(engine, Server)]
     try:
         for role, engines in (("prefill", prefill), ("decode", decode)):
             for index, engine in enumerate(engines):
-                port, side = free_ports(1)[0], _free_range(engine.side_channels)
-                argv = (*BATON, "engine", str(model), "--role", role, "--port", str(port))
-                argv += ("--side-channel-port", str(side), *FLAGS, *engine.flags)
-                # More threads than cores would wait for each other in turns.
-                environ = {"OMP_NUM_THREADS": "1", **engine.environ}
-                servers.append(start(f"{name}-{role}{index}", argv, port, logs, environ))
+                if isinstance(engine, Server):
+                    servers.append(engine)
+                    continue
+                servers.append(start_engine(f"{name}-{role}{index}", model, role, engine, logs))
         (port,) = free_ports(1)
         ports = [str(server.port) for server in servers]
         argv = (*BATON, "proxy", "--port", str(port), *proxy)
@@ -85,7 +85,16 @@ def cluster(
         yield Cluster(servers[: len(prefill)], servers[len(prefill) : -1], servers[-1])
     finally:
         with ThreadPoolExecutor(8) as pool:
-            list(pool.map(Server.stop, servers))
+            list(pool.map(Server.stop, [server for server in servers if server not in kept]))
+
+
+def start_engine(name: str, model: Path, role: str, engine: Engine, logs: Path) -> Server:
+    """One server of *model*, started by Baton's own command; not yet healthy."""
+    port, side = free_ports(1)[0], _free_range(engine.side_channels)
+    argv = (*BATON, "engine", str(model), "--role", role, "--port", str(port))
+    argv += ("--side-channel-port", str(side), *FLAGS, *engine.flags)
+    # More threads than cores would wait for each other in turns.
+    return start(name, argv, port, logs, {"OMP_NUM_THREADS": "1", **engine.environ})
 
 
 @contextlib.contextmanager

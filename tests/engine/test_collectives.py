@@ -11,7 +11,13 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as processes
 
-from baton.engine.collectives import all_gather_rows, even_sizes, reduce_scatter_rows
+from baton.engine.collectives import (
+    all_gather_rows,
+    columns_to_rows,
+    even_sizes,
+    reduce_scatter_rows,
+    rows_to_columns,
+)
 
 
 def on_ranks(work: Callable[[int], Any], ranks: int, folder: Path) -> list[Any]:
@@ -69,6 +75,28 @@ def test_each_rank_gets_the_sum_of_its_rows(sizes: list[int], dtype: torch.dtype
         first += size
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sizes", [[2, 2], [1, 3], [0, 2], [2, 1, 3]], ids=str)
+def test_columns_of_all_ranks_come_side_by_side_and_go_back(
+    sizes: list[int], dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """Row r, column c of the whole is 10 r + c; a rank has two columns of all rows, and gets its rows of all."""
+    width = 2
+    whole = 10 * torch.arange(sum(sizes)).unsqueeze(1) + torch.arange(width * len(sizes))
+
+    def work(rank: int) -> list[torch.Tensor]:
+        part = whole[:, rank * width :][:, :width].to(dtype)
+        own = rows_to_columns(part, sizes)
+        return [own, columns_to_rows(own, sizes)]
+
+    first = 0
+    for rank, (own, part) in enumerate(on_ranks(work, len(sizes), tmp_path)):
+        assert (own.dtype, part.dtype) == (dtype, dtype)
+        assert own.tolist() == whole[first : first + sizes[rank]].tolist()
+        assert part.tolist() == whole[:, rank * width :][:, :width].tolist()
+        first += sizes[rank]
+
+
 def test_a_sum_in_a_short_type_is_made_in_a_long_one(tmp_path: Path) -> None:
     """256 + 1 + 1 is 258 in bfloat16, and 256 when it is rounded after each step."""
 
@@ -85,12 +113,16 @@ def test_what_does_not_fit_is_said_with_both_numbers(tmp_path: Path) -> None:
             _refusal(lambda: all_gather_rows([rows], [2, 2])),
             _refusal(lambda: all_gather_rows([rows], [3])),
             _refusal(lambda: reduce_scatter_rows(rows, [2, 2])),
+            _refusal(lambda: rows_to_columns(rows, [2, 2])),
+            _refusal(lambda: columns_to_rows(rows, [2, 2])),
         ]
 
     assert on_ranks(work, 2, tmp_path)[0] == [
         "this rank has 3 rows to gather, and the sizes [2, 2] say 2",
         "1 sizes for 2 ranks",
         "3 rows cannot be scattered to ranks of [2, 2] rows",
+        "3 rows cannot be scattered to ranks of [2, 2] rows",
+        "this rank has 3 rows to share out, and the sizes [2, 2] say 2",
     ]
     assert even_sizes(6, 3) == [2, 2, 2]
     with pytest.raises(ValueError, match="7 rows cannot be scattered evenly to 2 ranks"):

@@ -1,13 +1,8 @@
-"""A short campaign: some scenarios of ``make chaos``, each with a few requests.
-
-Those in :data:`BROKEN` do not hold with today's proxy; they run all the same and may fail. With ``BATON_CHAOS_ALL=1``
-they must hold like the others; whoever mends one takes it out of the list.
-"""
+"""A short campaign: some scenarios of ``make chaos``, each with a few requests."""
 
 from __future__ import annotations
 
 import asyncio
-import os
 from collections import Counter
 
 import pytest
@@ -31,11 +26,9 @@ HOLD = (
     "write/stream/decode/no-done",
     "read/json/decode/transfer-fails",
     "write/json/decode/restart=0.2",
+    "read/json/decode/reset",
+    "read/stream/decode/front-status=503",
 )
-BROKEN = {
-    "read/json/decode/reset": "a decode server that is lost leaves the ticket's blocks held until their lease ends",
-    "read/stream/decode/front-status=503": "so does one that a gateway answers for",
-}
 EVERY = {scenario.name: scenario for scenario in scenarios()}
 
 
@@ -44,13 +37,7 @@ def loop_kind() -> None:
     """On one loop: the campaign itself runs on the other."""
 
 
-def short(name: str) -> object:
-    if name not in BROKEN or os.environ.get("BATON_CHAOS_ALL") == "1":
-        return pytest.param(name, id=name)
-    return pytest.param(name, id=name, marks=pytest.mark.xfail(reason=BROKEN[name], strict=False))
-
-
-@pytest.mark.parametrize("name", [short(name) for name in (*HOLD, *BROKEN)])
+@pytest.mark.parametrize("name", HOLD)
 def test_a_scenario_holds(name: str) -> None:
     report = asyncio.run(run(EVERY[name], seed=1, count=EACH, leg_seconds=LEG_SECONDS))
     assert report.broken == []

@@ -5,6 +5,22 @@ The only folder that imports vllm, and it does so inside functions: importing
 """
 
 from baton.engine.bounds import PushBounds
+from baton.engine.components import COMPONENTS_UNFIT, ComponentSizes, EngineFacts, component_problems, component_sizes
+from baton.engine.own_config import own_config
 from baton.engine.settings import CPUS, ENGINE_SWITCH, NIXL_NAP_US, EngineSettings, format_cpus, parse_cpus
 
-__all__ = ["CPUS", "ENGINE_SWITCH", "NIXL_NAP_US", "EngineSettings", "PushBounds", "format_cpus", "parse_cpus"]
+__all__ = [
+    "COMPONENTS_UNFIT",
+    "CPUS",
+    "ENGINE_SWITCH",
+    "NIXL_NAP_US",
+    "ComponentSizes",
+    "EngineFacts",
+    "EngineSettings",
+    "PushBounds",
+    "component_problems",
+    "component_sizes",
+    "format_cpus",
+    "own_config",
+    "parse_cpus",
+]

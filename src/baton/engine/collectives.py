@@ -65,6 +65,52 @@ def reduce_scatter_rows(tensor: Tensor, sizes: Sequence[int], group: Group = Non
     return parts.sum(0, dtype=tensor.dtype)
 
 
+def rows_to_columns(tensor: Tensor, sizes: Sequence[int], group: Group = None) -> Tensor:
+    """This rank's rows with the columns of all ranks side by side, in the order of ranks.
+
+    Args:
+        tensor: [rows of all ranks, columns of this rank].
+        sizes: rows of each rank, the same list on all.
+
+    Returns:
+        [rows of this rank, ranks x columns].
+
+    Raises:
+        ValueError: *sizes* is not one number a rank, or doesn't add up to the rows.
+    """
+    rows = _own_rows(sizes, group)
+    if tensor.shape[0] != sum(sizes):
+        raise ValueError(f"{tensor.shape[0]} rows cannot be scattered to ranks of {list(sizes)} rows")
+    sent = _as_bytes(tensor)
+    received = sent.new_empty(len(sizes) * rows, sent.shape[1])
+    dist.all_to_all_single(received, sent, [rows] * len(sizes), list(sizes), group=group)
+    pieces = _from_bytes(received, tensor).unflatten(0, (len(sizes), rows))
+    return pieces.movedim(0, 1).flatten(1)
+
+
+def columns_to_rows(tensor: Tensor, sizes: Sequence[int], group: Group = None) -> Tensor:
+    """What :func:`rows_to_columns` undoes: the rows of all ranks, with this rank's part of the columns.
+
+    Args:
+        tensor: [rows of this rank, ranks x columns].
+        sizes: rows of each rank, the same list on all.
+
+    Returns:
+        [rows of all ranks, columns].
+
+    Raises:
+        ValueError: *sizes* is not one number a rank, or not this rank's rows.
+    """
+    rows = _own_rows(sizes, group)
+    if tensor.shape[0] != rows:
+        raise ValueError(f"this rank has {tensor.shape[0]} rows to share out, and the sizes {list(sizes)} say {rows}")
+    width = tensor.shape[1] // len(sizes)
+    sent = _as_bytes(tensor.unflatten(1, (len(sizes), width)).movedim(1, 0).reshape(len(sizes) * rows, width))
+    received = sent.new_empty(sum(sizes), sent.shape[1])
+    dist.all_to_all_single(received, sent, list(sizes), [rows] * len(sizes), group=group)
+    return _from_bytes(received, tensor[:0, :width])
+
+
 def even_sizes(rows: int, ranks: int) -> list[int]:
     """*rows* in *ranks* equal parts.
 

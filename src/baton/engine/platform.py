@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from vllm.platforms.cpu import CpuPlatform
 
 from baton.engine import drafts
+from baton.engine.components.prepare import prepare
 from baton.engine.settings import EngineSettings
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ class BatonCpuPlatform(CpuPlatform):
 
         if vllm_config.speculative_config is not None and vllm_config.parallel_config.data_parallel_size > 1:
             drafts.mend()
+        prepare(vllm_config)
 
     @classmethod
     def get_device_communicator_cls(cls) -> str:

@@ -20,6 +20,7 @@ import psutil
 from baton.cluster import Cluster, Device, Role
 from baton.launch.cluster_run import install_for
 from baton.launch.commands import DEFAULT_KV_CACHE_BYTES, Command, flag_value, without_flag
+from baton.launch.components import components_problems, saved_share
 from baton.launch.devices import EngineInstall, nixl_version
 from baton.launch.fits import check_alone, check_fits
 from baton.launch.heads import block_problem, heads_problem, sizes_problem
@@ -67,6 +68,7 @@ def check_engine(
         )
     problems += check_shape([command], install, local_model=local_model)
     problems += check_alone(command, install.device)
+    problems += check_components([command], install, local_model=local_model)
     if local_model:
         problems += check_experts([command], install)
     if max(sides) > 65535:
@@ -123,6 +125,7 @@ def check_plan(
     """
     commands, install = list(commands), install_for(cluster, install)
     problems = check_shape(commands, install, local_model=local_model)
+    problems += check_components(commands, install, local_model=local_model)
     if local_model:
         problems += check_experts(commands, install)
     problems += [Problem(what, words=True) for what in check_speculative(cluster)]
@@ -241,6 +244,15 @@ def check_shape(commands: Iterable[Command], install: EngineInstall, *, local_mo
     return [Problem(what, words=True) for what in found]
 
 
+def check_components(commands: Iterable[Command], install: EngineInstall, *, local_model: bool) -> list[Problem]:
+    """A problem for each reason why replicas cannot share their components' weights as they were asked to."""
+    found: dict[str, None] = {}
+    for command in commands:
+        config = read_config(Path(command.argv[3])) if local_model else {}
+        found.update(dict.fromkeys(components_problems(command.argv, config, install.device)))
+    return [Problem(what, words=True) for what in found]
+
+
 def check_roles(cluster: Cluster, commands: Iterable[Command]) -> list[Problem]:
     """A problem for each pair of tensor parallel sizes between which no KV cache can be handed over.
 
@@ -348,12 +360,14 @@ class Estimate:
 def estimate(command: Command, environ: Mapping[str, str] = os.environ) -> Estimate:
     """What one engine on CPU will take.
 
-    Data parallel ranks have the weights each, but for the experts, which they share; every worker has a KV cache.
+    Data parallel ranks have the weights each, but for experts and components, which they may share; every worker has a
+    KV cache.
     """
     ranks, folder = ranks_of(command.argv), Path(command.argv[3])
     weights = weight_bytes(folder, flag_value(command.argv, "--dtype"))
     if ranks.local > 1:
-        weights += int(weights * (1 - expert_share(folder))) * (ranks.local - 1)
+        saved = int(weights * saved_share(command.argv, tensor_bytes(folder)))
+        weights += int(weights * (1 - expert_share(folder))) * (ranks.local - 1) - saved * ranks.local
     kv = flag_value(command.argv, "--kv-cache-memory-bytes")
     space = environ.get("VLLM_CPU_KVCACHE_SPACE", "")
     if kv and kv.isdigit():
@@ -391,12 +405,18 @@ def weight_bytes(folder: Path, dtype: str | None) -> int:
 
 def expert_share(folder: Path) -> float:
     """The part of the weights in *folder* that is in experts: 0 to 1."""
-    sizes = {True: 0, False: 0}
+    sizes = tensor_bytes(folder)
+    return sum(size for name, size in sizes.items() if ".experts." in name) / (sum(sizes.values()) or 1)
+
+
+def tensor_bytes(folder: Path) -> dict[str, int]:
+    """Bytes of each tensor in *folder*, as it is stored."""
+    sizes: dict[str, int] = {}
     for path in folder.glob("*.safetensors"):
         for name, entry in _tensors(path).items():
             first, end = entry["data_offsets"]
-            sizes[".experts." in name] += end - first
-    return sizes[True] / (sum(sizes.values()) or 1)
+            sizes[name] = end - first
+    return sizes
 
 
 def _stored_dtype(path: Path) -> str:
