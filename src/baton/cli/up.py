@@ -12,11 +12,12 @@ from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
-from baton.cli.parser import Failure, Parser, add_transfer_flags, count, port_number, seconds
+from baton.cli.parser import Failure, Parser, add_static_shapes, add_transfer_flags, count, port_number, seconds
 from baton.cli.show import Progress
 from baton.cli.transport import add_transport, transport_of
 from baton.cluster import Cluster, Role, TransferMode
 from baton.launch import (
+    STATIC_SHAPES_FLAG,
     ChildDied,
     ClusterFileError,
     Command,
@@ -50,6 +51,8 @@ def run(words: Sequence[str]) -> int:
     words, engine_args = _split(words)
     args = _parser().parse_all(words)
     common = (*_quoted(args.engine_args, "--engine-args"), *dashed(engine_args))
+    if args.static_shapes:
+        common += (STATIC_SHAPES_FLAG,)
     try:
         cluster = _planned(args, common)
         model = resolve(cluster.model, report=lambda line: print(f"{line} ...", file=sys.stderr, flush=True))
@@ -247,6 +250,7 @@ def _parser() -> Parser:
             help=f"vllm serve's flags for {role} servers only, in one quoted text",
         )
     add_transfer_flags(parser)
+    add_static_shapes(parser)
     parser.add_argument("--engine-args", default="", metavar="FLAGS", help="the same for every engine")
     add_transport(parser)
     parser.add_argument(

@@ -9,6 +9,7 @@ from vllm.platforms.cpu import CpuPlatform
 
 from baton.engine import drafts
 from baton.engine.settings import EngineSettings
+from baton.engine.static import setup as static_shapes
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -38,6 +39,8 @@ class BatonCpuPlatform(CpuPlatform):
 
         if vllm_config.speculative_config is not None and vllm_config.parallel_config.data_parallel_size > 1:
             drafts.mend()
+        if static_shapes.wanted(vllm_config):
+            static_shapes.install(vllm_config)
 
     @classmethod
     def get_device_communicator_cls(cls) -> str:

@@ -3,6 +3,7 @@
 from baton.launch.cluster_file import ClusterFileError, read_cluster_file
 from baton.launch.cluster_run import cluster_commands, default_logs, start_cluster
 from baton.launch.commands import (
+    STATIC_SHAPES_FLAG,
     Command,
     EngineRequest,
     bidirectional_asked,
@@ -22,6 +23,7 @@ from baton.launch.supervisor import ChildDied, StartTimeout, Supervisor
 from baton.launch.tryout import TryoutFailed, ask
 
 __all__ = [
+    "STATIC_SHAPES_FLAG",
     "ChildDied",
     "ClusterFileError",
     "Command",

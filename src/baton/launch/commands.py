@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from baton.cluster import Cluster, Role, TransferMode, Transport
-from baton.engine import CPUS, ENGINE_SWITCH, NIXL_NAP_US, format_cpus
+from baton.engine import CPUS, ENGINE_SWITCH, NIXL_NAP_US, STATIC_SHAPES, format_cpus
 from baton.launch import transports
 from baton.launch.devices import EngineInstall
 from baton.launch.errors import LaunchError
@@ -24,6 +24,8 @@ DEFAULT_PORTS = {Role.PREFILL: 8100, Role.DECODE: 8200}
 DEFAULT_SIDE_CHANNEL_PORTS = {Role.PREFILL: 5559, Role.DECODE: 5659}
 DEFAULT_KV_CACHE_BYTES = 1 << 30
 BATON_CONNECTOR = "baton.engine.connector"
+STATIC_SHAPES_FLAG = "--static-shapes"
+"""Stands among the engine's flags, so that it can differ from engine to engine; vLLM never sees it."""
 SIDE_CHANNEL_HOST = "VLLM_NIXL_SIDE_CHANNEL_HOST"
 SIDE_CHANNEL_PORT = "VLLM_NIXL_SIDE_CHANNEL_PORT"
 
@@ -119,7 +121,7 @@ def engine_command(
             model.target,
             *(("--port", str(DEFAULT_PORTS[request.role])) if port is None else ()),
             *flags,
-            *without_flag(args, "--kv-transfer-config"),
+            *(word for word in without_flag(args, "--kv-transfer-config") if word != STATIC_SHAPES_FLAG),
             "--kv-transfer-config",
             json.dumps(transfer),
         ),
@@ -360,6 +362,8 @@ def _environ(
     ours = {ENGINE_SWITCH: "1", SIDE_CHANNEL_HOST: host, SIDE_CHANNEL_PORT: str(port)}
     if request.cpus:
         ours[CPUS] = format_cpus(request.cpus)
+    if STATIC_SHAPES_FLAG in request.vllm_args:
+        ours[STATIC_SHAPES] = "1"
     if request.nixl_nap_us is not None:
         ours[NIXL_NAP_US] = str(request.nixl_nap_us)
     defaults = {"VLLM_NO_USAGE_STATS": "1"}

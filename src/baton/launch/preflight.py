@@ -24,6 +24,7 @@ from baton.launch.plan import port_claims
 from baton.launch.problem import Problem
 from baton.launch.shapes import experts_problem, ranks_of, side_channels
 from baton.launch.speculative import check_speculative
+from baton.launch.static_shapes import check_static_shapes
 
 ENGINE_OVERHEAD_BYTES = 1_600_000_000
 """What an engine's three forked processes take beside weights and KV cache (docs/performance.md)."""
@@ -56,6 +57,7 @@ def check_engine(
     problems += check_shape([command], install, local_model=local_model)
     if local_model:
         problems += check_experts([command], install)
+    problems += check_static_shapes([command], install)
     if max(sides) > 65535:
         what = f"the side channel's last port, {max(sides)}, is beyond 65535: lower --side-channel-port"
         return [*problems, Problem(what, words=True)]
@@ -81,6 +83,7 @@ def check_cluster(
     problems += check_shape(commands, install, local_model=local_model)
     if local_model:
         problems += check_experts(commands, install)
+    problems += check_static_shapes(commands, install)
     problems += [Problem(what, words=True) for what in check_speculative(cluster)]
     problems += check_roles(cluster, commands)
     problems += check_fits(cluster, commands, install.device)
