@@ -13,7 +13,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from baton.cluster import Cluster, Role, TransferMode, Transport
-from baton.engine import CPUS, ENGINE_SWITCH, NIXL_NAP_US, STATIC_SHAPES, format_cpus
+from baton.engine import (
+    CPUS,
+    ENGINE_SWITCH,
+    NIXL_NAP_US,
+    STATIC_SHAPES,
+    format_cpus,
+    own_config,
+    static_shapes_asked_for,
+)
 from baton.launch import transports
 from baton.launch.devices import EngineInstall
 from baton.launch.errors import LaunchError
@@ -316,6 +324,18 @@ def _extra(request: EngineRequest, given: Mapping[str, Any]) -> dict[str, Any]:
     return extra if threshold is None else {**extra, "kv_recompute_threshold": threshold}
 
 
+def wants_static_shapes(args: Sequence[str]) -> bool:
+    """Whether the flags of an engine choose static shapes: by the switch, or by buckets in --additional-config.
+
+    Raises:
+        LaunchError: --additional-config is wrong.
+    """
+    try:
+        return STATIC_SHAPES_FLAG in args or static_shapes_asked_for(own_config(json_flag(args, "--additional-config")))
+    except ValueError as error:
+        raise LaunchError(str(error)) from error
+
+
 BIDIRECTIONAL = ("BATON_BIDIRECTIONAL_KV", "VLLM_NEURON_BIDIRECTIONAL_KV")
 
 
@@ -346,7 +366,8 @@ def _defaults(
     if install.device == "cpu":
         if "VLLM_CPU_KVCACHE_SPACE" not in environ:
             defaults.append(("--kv-cache-memory-bytes", str(DEFAULT_KV_CACHE_BYTES)))
-        if flag_value(request.vllm_args, "--compilation-config") is None:
+        # With static shapes Baton compiles itself, and --enforce-eager would be a wish to leave it.
+        if flag_value(request.vllm_args, "--compilation-config") is None and not wants_static_shapes(request.vllm_args):
             # Inductor takes two minutes on two cores before the first token.
             defaults.append(("--enforce-eager", None))
         if ranks_of(request.vllm_args).local > 1:

@@ -74,6 +74,26 @@ def smallest(size: int, buckets: Sequence[int], what: str = "a step") -> int:
     raise TooLarge(f"{what} of {size} is larger than the largest bucket, {buckets[-1]}")
 
 
+def padded_tokens(
+    shapes: StaticShapes, *, num_tokens: int, num_reqs: int, longest: int, tokens_a_row: int, decodes: bool
+) -> int:
+    """The size in tokens that a step is padded to.
+
+    Args:
+        num_tokens: true tokens of all requests.
+        num_reqs: requests.
+        longest: tokens of the longest.
+        tokens_a_row: see :func:`resolve`.
+        decodes: whether the engine has graphs for decode; the last token of a prompt is then computed by one.
+
+    Raises:
+        TooLarge: there is no bucket for it.
+    """
+    if longest <= tokens_a_row and (decodes or num_reqs > 1):
+        return smallest(num_reqs, shapes.seqs, "a decode step") * tokens_a_row
+    return smallest(num_tokens, shapes.tokens, "a prefill step")
+
+
 def powers_of_two(first: int, last: int) -> tuple[int, ...]:
     """*first*, twice that and so on below *last*, then *last*."""
     made = []

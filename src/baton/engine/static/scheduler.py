@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import os
 from collections.abc import Iterable
 from typing import Any
 
@@ -21,9 +22,10 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
-from baton.engine.static.buckets import StaticShapes, smallest
+from baton.engine.static.buckets import StaticShapes, padded_tokens
 from baton.engine.static.setup import shapes_of
 from baton.engine.static.steps import Awaits, Kind, Phase, Seen, Step, choose, kind_of, phase_of
+from baton.engine.static.warmup import phases
 from baton.engine.workarounds import HookGone
 
 logger = logging.getLogger("vllm.baton")
@@ -44,6 +46,8 @@ class StaticScheduler(Scheduler):
         super().__init__(*args, **kwargs)
         check_hooks(self)
         self.shapes: StaticShapes = shapes_of(self.vllm_config)
+        transfer = self.vllm_config.kv_transfer_config
+        self._graphs_of = phases(transfer.kv_role if transfer is not None else None, os.environ)
         self._streak = 0
         self._free_wanted: int | None = None
         """Free blocks when a prompt last found too few; None when it did not."""
@@ -57,7 +61,7 @@ class StaticScheduler(Scheduler):
             streak=self._streak,
             limit=self.shapes.max_consecutive_prefill_steps,
             room=len(self.running) + self.num_waiting_for_streaming_input < self.max_num_active_reqs,
-            fits=self._free_wanted is None or self._free_blocks() > self._free_wanted,
+            fits=self._free_wanted is None or self._blocks_left() > self._free_wanted,
             decode_first=throttle_prefills,
         )
         output = self._schedule_shown(step)
@@ -115,7 +119,7 @@ class StaticScheduler(Scheduler):
         nothing = not output.num_scheduled_tokens
         self._streak = self._streak + 1 if step.starves else 0
         if step.phase is Phase.PREFILL:
-            self._free_wanted = self._free_blocks() if nothing and step.starves else None
+            self._free_wanted = self._blocks_left() if nothing and step.starves else None
         elif step.defer_prompts and len(self.running) < self.max_num_active_reqs and self.waiting:
             # A prompt with a ticket that vLLM looked at and left where it was: there is nothing to load for it.
             head = next((each for each in self.waiting if each.request_id in step.shown), None)
@@ -135,17 +139,21 @@ class StaticScheduler(Scheduler):
         if phase is Phase.IDLE:
             return
         true = output.total_num_scheduled_tokens
-        if phase is Phase.PREFILL:
-            padded = smallest(true, self.shapes.tokens, "a prefill step")
-        else:
-            padded = smallest(len(scheduled), self.shapes.seqs, "a decode step") * (1 + self.num_spec_tokens)
+        padded = padded_tokens(
+            self.shapes,
+            num_tokens=true,
+            num_reqs=len(scheduled),
+            longest=max(scheduled.values()),
+            tokens_a_row=1 + self.num_spec_tokens,
+            decodes=Phase.DECODE in self._graphs_of,
+        )
         stats = getattr(getattr(self.connector, "connector_scheduler", None), "stats", None)
         if stats is not None:
             stats.add(f"step_{phase}s")
             stats.add(f"step_{phase}_tokens", true)
             stats.add(f"step_{phase}_padded_tokens", padded)
 
-    def _free_blocks(self) -> int:
+    def _blocks_left(self) -> int:
         return int(self.kv_cache_manager.block_pool.get_num_free_blocks())
 
 

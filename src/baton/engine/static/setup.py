@@ -9,6 +9,7 @@ from typing import Any
 from baton.engine.own_config import own_config
 from baton.engine.settings import EngineSettings
 from baton.engine.static.buckets import StaticShapes, asked_for, resolve
+from baton.engine.static.store import FORMAT, INDUCTOR, Store, folder
 
 logger = logging.getLogger("vllm.baton")
 
@@ -71,6 +72,45 @@ def install(vllm_config: Any) -> None:
         logger.warning("--scheduler-cls %s stays: its steps may mix prefill and decode", scheduler.scheduler_cls)
     if vllm_config.parallel_config.worker_cls == _STOCK_WORKER:
         vllm_config.parallel_config.worker_cls = WORKER
+    if graphs_problem(vllm_config) is None:
+        _leave_compiling_to_us(vllm_config.compilation_config)
+
+
+def graphs_problem(vllm_config: Any) -> str | None:
+    """Why steps are padded but not compiled, or None."""
+    if vllm_config.model_config.enforce_eager:
+        return "--enforce-eager"
+    if vllm_config.lora_config is not None:
+        return "adapters (--enable-lora)"
+    if vllm_config.speculative_config is not None:
+        return "speculative decoding"
+    return None
+
+
+def depends_on(vllm_config: Any) -> dict[str, Any]:
+    """What compiled code depends on of an engine's config: model, types, ranks."""
+    from vllm import __version__
+
+    parallel = vllm_config.parallel_config
+    return {
+        "vllm": __version__,
+        "model": vllm_config.model_config.compute_hash(),
+        "ranks": [parallel.tensor_parallel_size, parallel.rank, parallel.data_parallel_size],
+        "experts": parallel.enable_expert_parallel,
+        "cache_type": vllm_config.cache_config.cache_dtype,
+        "custom_ops": vllm_config.compilation_config.custom_ops,
+        "baton": FORMAT,
+    }
+
+
+def _leave_compiling_to_us(compilation: Any) -> None:
+    """vLLM's own compilation (one graph for all sizes) off, its layers as Inductor likes them, kernels kept."""
+    from vllm.config import CompilationMode
+
+    compilation.mode = CompilationMode.NONE
+    if "all" in compilation.custom_ops:
+        compilation.custom_ops[compilation.custom_ops.index("all")] = "none"
+    os.environ.setdefault(INDUCTOR, str(Store(folder(os.environ)).kernels))
 
 
 def _additional(vllm_config: Any) -> dict[str, Any]:
