@@ -106,7 +106,8 @@ class StaticModelRunner(CPUModelRunner):
         if self._bodies and input_ids is not None and positions is not None and not more:
             graph = self._bodies.get(len(input_ids))
             if graph is not None:
-                return graph(input_ids, positions)
+                (hidden,) = graph(input_ids, positions)
+                return hidden
             self._miss(f"a step of {len(input_ids)} tokens has no graph in an engine of {', '.join(self.phases)}")
         return super()._model_forward(input_ids, positions, intermediate_tensors, inputs_embeds, **more)
 
@@ -212,11 +213,10 @@ class StaticModelRunner(CPUModelRunner):
 
     def _make(self, shop: Shop, target: Target) -> None:
         if target.rows not in self._bodies:
-            inputs = (self.input_ids.gpu[: target.rows], self.positions[: target.rows])
-            graph = shop.make("body", body, [each.clone().zero_() for each in inputs])
+            inputs = [torch.zeros_like(each[: target.rows]) for each in (self.input_ids.gpu, self.positions)]
+            # Without metadata attention does nothing.
             with set_forward_context(None, self.vllm_config, num_tokens=target.rows):
-                graph(*inputs)
-            self._bodies[target.rows] = graph
+                self._bodies[target.rows] = shop.make("body", body, inputs)
         rows = 1 if target.phase is Phase.PREFILL else target.bucket
         if self.shapes.sampling is None or rows in self._greedy:
             return
@@ -225,12 +225,10 @@ class StaticModelRunner(CPUModelRunner):
             return
         hidden = torch.zeros(rows, self.model_config.get_hidden_size(), dtype=self.dtype)
         self._greedy[rows] = shop.make("greedy", greedy_head, [hidden])
-        self._greedy[rows](hidden)
         if not self.shapes.sampling.all_greedy:
             more = [torch.ones(rows), torch.ones(rows, dtype=torch.int64), torch.ones(rows)]
             more.append(torch.ones(rows, self._width()))
             self._random[rows] = shop.make("random", random_head, [hidden, *more])
-            self._random[rows](hidden, *more)
 
     # telling
 

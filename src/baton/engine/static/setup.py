@@ -9,7 +9,7 @@ from typing import Any
 from baton.engine.own_config import own_config
 from baton.engine.settings import EngineSettings
 from baton.engine.static.buckets import StaticShapes, asked_for, resolve
-from baton.engine.static.store import FORMAT, INDUCTOR, Store, folder
+from baton.engine.static.store import FORMAT
 
 logger = logging.getLogger("vllm.baton")
 
@@ -104,13 +104,12 @@ def depends_on(vllm_config: Any) -> dict[str, Any]:
 
 
 def _leave_compiling_to_us(compilation: Any) -> None:
-    """vLLM's own compilation (one graph for all sizes) off, its layers as Inductor likes them, kernels kept."""
+    """vLLM's own compilation (one graph for all sizes) off, its layers as Inductor likes them."""
     from vllm.config import CompilationMode
 
     compilation.mode = CompilationMode.NONE
     if "all" in compilation.custom_ops:
         compilation.custom_ops[compilation.custom_ops.index("all")] = "none"
-    os.environ.setdefault(INDUCTOR, str(Store(folder(os.environ)).kernels))
 
 
 def _additional(vllm_config: Any) -> dict[str, Any]:

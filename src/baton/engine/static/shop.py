@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 
 from baton.engine.static.graphs import OPTIONS, Held, compile_graph
-from baton.engine.static.store import Store, cpu_of, folder, key_of
+from baton.engine.static.store import INDUCTOR, Store, cpu_of, folder, key_of
 
 logger = logging.getLogger("vllm.baton")
 
@@ -66,41 +67,60 @@ class Shop:
         }
 
     def make(self, name: str, function: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> Graph:
-        """The graph of *function* (a module-level one, of the model and tensors) for tensors shaped as *inputs*.
+        """The graph of *function* (a module-level one, of the model and tensors), run once with *inputs*.
 
         Args:
             name: says which function it is, in the key.
+            inputs: shaped as all later ones.
         """
         since = time.perf_counter()
-        key = key_of(
-            {**self._depends_on, "name": name, "inputs": [[list(each.shape), str(each.dtype)] for each in inputs]}
-        )
-        artifact = self._load(key)
-        if artifact is not None:
-            self.counts.loaded += 1
-        else:
-            artifact = self._compile(key, function, inputs)
-            self.counts.compiled += 1
+        shapes = [[list(each.shape), str(each.dtype)] for each in inputs]
+        key = key_of({**self._depends_on, "name": name, "inputs": shapes})
+        with _kernels_in(self._store.kernels):
+            graph = self._load(key, inputs)
+            if graph is not None:
+                self.counts.loaded += 1
+            else:
+                graph = self._compile(key, function, inputs)
+                self.counts.compiled += 1
         self.counts.seconds += time.perf_counter() - since
-        return Graph(artifact, self._held.tensors)
+        return graph
 
-    def _load(self, key: str) -> Any:
+    def _load(self, key: str, inputs: Sequence[torch.Tensor]) -> Graph | None:
         from torch._inductor.standalone_compile import AOTCompiledArtifact
 
         data = self._store.read(key)
         if data is None:
             return None
         try:
-            return AOTCompiledArtifact.deserialize(data)
-        except Exception as error:  # whatever unpickling finds
-            logger.warning("static shapes: a stored graph cannot be read (%s): it is compiled again", error)
+            graph = Graph(AOTCompiledArtifact.deserialize(data), self._held.tensors)
+            graph(*inputs)
+        except Exception as error:  # whatever unpickling and loading find
+            logger.warning("static shapes: a stored graph cannot be used (%s): it is compiled again", error)
             self._store.remove(key)
             return None
+        return graph
 
-    def _compile(self, key: str, function: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> Any:
+    def _compile(self, key: str, function: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> Graph:
         artifact, baked = compile_graph(self._held, function, inputs)
+        graph = Graph(artifact, self._held.tensors)
+        graph(*inputs)
         if baked:
             logger.warning("static shapes: a graph with tensors of its own (%s) is not kept on disk", ", ".join(baked))
         else:
             self._store.write(key, artifact.serialize())
-        return artifact
+        return graph
+
+
+@contextlib.contextmanager
+def _kernels_in(folder: Path) -> Iterator[None]:
+    """Inductor compiles into *folder*, and looks there."""
+    before = os.environ.get(INDUCTOR)
+    os.environ[INDUCTOR] = str(folder)
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(INDUCTOR, None)
+        else:
+            os.environ[INDUCTOR] = before
