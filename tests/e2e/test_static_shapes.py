@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.e2e import tiny
 from tests.e2e.engines import BATON, eventually, start
-from tests.e2e.static_probe import LENGTHS
 from tests.e2e.topology import FLAGS, Cluster, Engine, answer, answers, check, cluster, prompts, reference
 from tests.ports import free_ports
 
@@ -30,34 +25,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def graphs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A store of graphs that is empty at first."""
     return tmp_path_factory.mktemp("graphs")
-
-
-def probe(model: Path, folder: Path, mode: str) -> dict[str, Any]:
-    import torch
-
-    out = folder / f"{mode}.pt"
-    environ = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1", "VLLM_HOST_IP": "127.0.0.1"}
-    argv = [sys.executable, "-m", "tests.e2e.static_probe", str(model), str(out), mode]
-    done = subprocess.run(argv, env=environ, capture_output=True, text=True, timeout=400, check=False)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return dict(torch.load(out))
-
-
-def test_padding_changes_no_logit_and_writes_to_the_null_block_alone(model: Path, tmp_path: Path) -> None:
-    import torch
-
-    stock, padded = probe(model, tmp_path, "stock"), probe(model, tmp_path, "padded")
-    assert set(padded["rows"]) <= {1, 32, 64, 128}
-    assert {5, 31, 33, 63, 65, 100, 127} <= set(stock["rows"])
-    for length, expected, got in zip(LENGTHS, stock["seen"], padded["seen"], strict=True):
-        assert got["tokens"] == expected["tokens"], length
-        torch.testing.assert_close(got["logits"], expected["logits"], rtol=1e-5, atol=1e-4, msg=f"{length} tokens")
-        # Layers, then blocks; block 0 is the null block.
-        theirs, ours = expected["cache"][:, 1:], got["cache"][:, 1:]
-        touched = theirs.flatten(2).abs().sum(dim=(0, 2)) > 0
-        assert torch.equal(ours[:, ~touched], theirs[:, ~touched]), f"{length} tokens: a foreign block was written to"
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5, msg=f"KV of {length} tokens")
 
 
 @pytest.fixture(scope="module")
