@@ -21,7 +21,12 @@ TOKENS_OUT = 5
 class Core:
     """One engine, that remembers the rows of its steps and its logits."""
 
-    def __init__(self, model: str, *, static: bool, eager: bool) -> None:
+    def __init__(self, model: str, *, static: bool, eager: bool, decodes: bool = False) -> None:
+        """
+        Args:
+            decodes: whether it is a decode server that takes KV caches from the fake connector's shelf.
+        """
+        from vllm.config import KVTransferConfig
         from vllm.engine.arg_utils import EngineArgs
         from vllm.v1.engine.core import EngineCore
         from vllm.v1.executor.uniproc_executor import UniProcExecutor
@@ -39,15 +44,27 @@ class Core:
             enforce_eager=eager,
             distributed_executor_backend="uni",
             additional_config={"baton_config": buckets} if static else {},
+            kv_transfer_config=KVTransferConfig(
+                kv_connector="FakeConnector",
+                kv_connector_module_path="tests.engine.fake_connector",
+                kv_role="kv_consumer",
+            )
+            if decodes
+            else None,
         ).create_engine_config()
+        self.decodes = decodes
         self.core = EngineCore(config, UniProcExecutor, log_stats=False)
         self.runner: Any = self.core.model_executor.driver_worker.worker.model_runner
         self.rows: list[int] = []
         self.logits: list[Any] = []
+        self.blocks: list[int] = []
+        """Of the first request in the last step."""
         forward, compute = self.runner._model_forward, self.runner.model.compute_logits
 
         def counted(*args: Any, **kwargs: Any) -> Any:
             self.rows.append(len(kwargs["input_ids"]))
+            first = self.runner.input_batch.block_table[0]
+            self.blocks = first.block_table.np[0, : first.num_blocks_per_row[0]].tolist()
             return forward(*args, **kwargs)
 
         def recorded(hidden: Any, *args: Any, **kwargs: Any) -> Any:
@@ -68,7 +85,10 @@ class Core:
             for number, prompt in enumerate(asked[start : start + at_once], start):
                 params = SamplingParams(**{"temperature": 0, "max_tokens": TOKENS_OUT, "ignore_eos": True, **sampling})
                 made[str(number)] = []
-                self.core.add_request(Request(str(number), prompt, params, None))
+                request = Request(str(number), prompt, params, None)
+                if self.decodes:
+                    request.kv_transfer_params = {"do_remote_prefill": True}
+                self.core.add_request(request)
             while self.core.scheduler.has_unfinished_requests():
                 outputs, _ = self.core.step()
                 for each in (outputs or {}).values():
@@ -85,6 +105,17 @@ class Core:
     def counts(self) -> list[int]:
         made = getattr(self.runner, "graph_counts", None)
         return [made.compiled, made.loaded] if made is not None else [0, 0]
+
+
+def shelve(stock: Core) -> None:
+    """Put the KV cache of every prompt on the shelf, as a prefill server leaves it."""
+    from tests.engine.fake_connector import SHELF
+
+    for number, length in enumerate(LENGTHS):
+        for layer in stock.runner.kv_caches:
+            layer.zero_()
+        stock.answers([length], 1, max_tokens=1)
+        SHELF[str(number)] = stock.cache()[:, stock.blocks]
 
 
 def compare(stock: Core, padded: Core) -> dict[str, Any]:
@@ -120,6 +151,15 @@ def main() -> None:
         cores = {"stock": stock, "padded": padded}
         for name in ("graphs", "graphs again")[: int(sys.argv[1])]:
             cores[name] = Core(model, static=True, eager=False)
+        shelve(stock)
+        decode = Core(model, static=True, eager=len(cores) < 3, decodes=True)
+        decode.rows.clear()
+        told["handed over"] = {
+            "one by one": decode.answers(LENGTHS, 1),
+            "together": decode.answers(LENGTHS, len(LENGTHS)),
+            "rows": sorted(set(decode.rows)),
+            "counts": decode.counts(),
+        }
         for name, core in cores.items():
             told[name] = {
                 "counts": core.counts(),

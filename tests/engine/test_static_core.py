@@ -14,6 +14,9 @@ pytest.importorskip("vllm")
 
 from tests.engine.static_core import LENGTHS
 
+pytestmark = pytest.mark.e2e
+"""It compiles eight graphs: a minute on two quiet cores."""
+
 VOCABULARY = 320
 
 
@@ -46,6 +49,15 @@ def test_padding_changes_no_logit_and_no_block_but_the_null_block(told: dict[str
 def test_text_is_the_stock_engines(told: dict[str, Any], engine: str, how: str) -> None:
     assert told[engine][how] == told["stock"]["one by one"]
     assert len(told["stock"]["one by one"]) == len(LENGTHS)
+
+
+def test_text_of_a_decode_server_that_takes_the_cache_over_is_the_stock_engines(told: dict[str, Any]) -> None:
+    handed = told["handed over"]
+    assert handed["one by one"] == told["stock"]["one by one"]
+    assert handed["together"] == told["stock"]["one by one"]
+    # A prompt that it computed would have been an error: it has graphs for decode only, all from the store.
+    assert handed["rows"] == [1, 4]
+    assert handed["counts"] == [0, 6]
 
 
 def test_a_seed_gives_the_stock_engines_tokens(told: dict[str, Any]) -> None:

@@ -52,6 +52,7 @@ def shop(model: Any, store: Store) -> Shop:
     return Shop(model, {}, store)
 
 
+@pytest.mark.e2e
 def test_a_graph_takes_what_the_model_holds_at_each_call_and_comes_back_from_the_store(store: Store) -> None:
     rows = torch.randn(4, WIDTH)
     with torch.inference_mode():
@@ -70,6 +71,7 @@ def test_a_graph_takes_what_the_model_holds_at_each_call_and_comes_back_from_the
         assert (second.counts.compiled, second.counts.loaded) == (1, 1)
 
 
+@pytest.mark.e2e
 def test_a_damaged_graph_is_made_again(store: Store) -> None:
     rows = torch.randn(3, WIDTH)
     with torch.inference_mode():
