@@ -8,11 +8,11 @@ import pytest
 
 from baton.engine.static.buckets import Sampling, TooLarge, asked_for, powers_of_two, problems, resolve, smallest
 
-FITS: dict[str, Any] = {"max_tokens": 512, "max_seqs": 8}
+FITS: dict[str, Any] = {"max_tokens": 512, "max_seqs": 8, "max_len": 4096}
 
 
 def test_defaults_are_powers_of_two_up_to_what_vllm_may_do() -> None:
-    shapes = resolve({}, max_tokens=1000, max_seqs=6)
+    shapes = resolve({}, max_tokens=1000, max_seqs=6, max_len=2000)
     assert shapes.tokens == (32, 64, 128, 256, 512, 1000)
     assert shapes.seqs == (1, 2, 4, 6)
     assert shapes.max_consecutive_prefill_steps == 4
@@ -22,6 +22,12 @@ def test_defaults_are_powers_of_two_up_to_what_vllm_may_do() -> None:
 def test_a_maximum_below_the_first_bucket_is_the_only_one() -> None:
     assert powers_of_two(32, 16) == (16,)
     assert powers_of_two(1, 1) == (1,)
+
+
+def test_no_prefill_step_is_longer_than_a_prompt_may_be() -> None:
+    assert resolve({}, max_tokens=2048, max_seqs=4, max_len=100).tokens == (32, 64, 100)
+    with pytest.raises(ValueError, match=r"ends with 2048 and --max-model-len is 100: the last bucket must be 100"):
+        resolve({"num_batched_tokens_buckets": [2048]}, max_tokens=2048, max_seqs=4, max_len=100)
 
 
 def test_a_given_list_is_taken_as_it_is() -> None:
@@ -107,7 +113,7 @@ def test_the_largest_decode_step_must_fit_with_its_drafts() -> None:
     with pytest.raises(
         ValueError, match=r"--max-num-seqs is 64 times 4 tokens each and --max-num-batched-tokens is 128"
     ):
-        resolve({}, max_tokens=128, max_seqs=64, tokens_a_row=4)
+        resolve({}, max_tokens=128, max_seqs=64, max_len=4096, tokens_a_row=4)
 
 
 def test_absent_sampling_is_on_and_null_is_vllms_own() -> None:

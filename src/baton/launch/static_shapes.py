@@ -34,6 +34,7 @@ def _problems(command: Command, install: EngineInstall) -> list[str]:
         config,
         max_tokens=whole(flag_value(command.argv, "--max-num-batched-tokens")),
         max_seqs=whole(flag_value(command.argv, "--max-num-seqs")),
+        max_len=whole(flag_value(command.argv, "--max-model-len")),
     )
     if install.device != "cpu":
         found.append(f"--static-shapes has no runner for this engine's device ({install.device}): drop it there")

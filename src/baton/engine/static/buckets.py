@@ -103,23 +103,26 @@ def powers_of_two(first: int, last: int) -> tuple[int, ...]:
     return (*made, last)
 
 
-def resolve(config: Mapping[str, Any], *, max_tokens: int, max_seqs: int, tokens_a_row: int = 1) -> StaticShapes:
+def resolve(
+    config: Mapping[str, Any], *, max_tokens: int, max_seqs: int, max_len: int, tokens_a_row: int = 1
+) -> StaticShapes:
     """The sizes that *config* asks for.
 
     Args:
         max_tokens: vLLM's ``max_num_batched_tokens``.
         max_seqs: vLLM's ``max_num_seqs``.
+        max_len: vLLM's ``max_model_len``: no prompt, and so no prefill step, is longer.
         tokens_a_row: of a request in a decode step: 1, and one for each speculative token.
 
     Raises:
         ValueError: something in it is wrong; the message has every problem with its remedy.
     """
-    found = problems(config, max_tokens=max_tokens, max_seqs=max_seqs, tokens_a_row=tokens_a_row)
+    found = problems(config, max_tokens=max_tokens, max_seqs=max_seqs, max_len=max_len, tokens_a_row=tokens_a_row)
     if found:
         raise ValueError("; ".join(found))
     tokens, seqs = config.get(TOKENS), config.get(SEQS)
     return StaticShapes(
-        tokens=tuple(tokens) if tokens is not None else powers_of_two(LEAST_TOKENS, max_tokens),
+        tokens=tuple(tokens) if tokens is not None else powers_of_two(LEAST_TOKENS, min(max_tokens, max_len)),
         seqs=tuple(seqs) if seqs is not None else powers_of_two(1, max_seqs),
         max_consecutive_prefill_steps=_or(config.get(STREAK), DEFAULT_STREAK),
         sampling=_sampling(config),
@@ -127,15 +130,23 @@ def resolve(config: Mapping[str, Any], *, max_tokens: int, max_seqs: int, tokens
 
 
 def problems(
-    config: Mapping[str, Any], *, max_tokens: int | None = None, max_seqs: int | None = None, tokens_a_row: int = 1
+    config: Mapping[str, Any],
+    *,
+    max_tokens: int | None = None,
+    max_seqs: int | None = None,
+    max_len: int | None = None,
+    tokens_a_row: int = 1,
 ) -> list[str]:
     """Every problem of *config*, each with the parameter, the value and the remedy.
 
     Args:
-        max_tokens, max_seqs: see :func:`resolve`; None is not known, and not compared.
+        max_tokens, max_seqs, max_len: see :func:`resolve`; None is not known, and not compared.
     """
+    largest, flag = None, "--max-num-batched-tokens"
+    if max_tokens is not None and max_len is not None:
+        largest, flag = (max_tokens, flag) if max_tokens <= max_len else (max_len, "--max-model-len")
     found = [
-        *_list_problems(config, TOKENS, max_tokens, "--max-num-batched-tokens"),
+        *_list_problems(config, TOKENS, largest, flag),
         *_list_problems(config, SEQS, max_seqs, "--max-num-seqs"),
     ]
     streak = config.get(STREAK)

@@ -37,6 +37,7 @@ def shapes_of(vllm_config: Any) -> StaticShapes:
         own_config(_additional(vllm_config)),
         max_tokens=scheduler.max_num_batched_tokens,
         max_seqs=scheduler.max_num_seqs,
+        max_len=vllm_config.model_config.max_model_len,
         tokens_a_row=1 + vllm_config.num_speculative_tokens,
     )
 
@@ -84,6 +85,8 @@ def graphs_problem(vllm_config: Any) -> str | None:
         return "adapters (--enable-lora)"
     if vllm_config.speculative_config is not None:
         return "speculative decoding"
+    if vllm_config.model_config.is_multimodal_model or vllm_config.model_config.enable_prompt_embeds:
+        return "inputs that are no tokens"
     return None
 
 
