@@ -37,6 +37,11 @@ def test_the_flag_goes_to_the_plugin_and_not_to_vllm() -> None:
     assert "BATON_STATIC_SHAPES" not in command().environ
 
 
+def test_compiling_has_more_time_than_vllm_gives_a_start() -> None:
+    assert command("--static-shapes").environ["VLLM_ENGINE_READY_TIMEOUT_S"] == "3600"
+    assert "VLLM_ENGINE_READY_TIMEOUT_S" not in command().environ
+
+
 @pytest.mark.parametrize(("args", "eager"), [((), True), (("--static-shapes",), False), (configured(**BUCKETS), False)])
 def test_steps_of_few_sizes_are_compiled_and_others_are_not(args: tuple[str, ...], eager: bool) -> None:
     assert ("--enforce-eager" in command(*args).argv) is eager

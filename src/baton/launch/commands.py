@@ -388,6 +388,9 @@ def _environ(
     if request.nixl_nap_us is not None:
         ours[NIXL_NAP_US] = str(request.nixl_nap_us)
     defaults = {"VLLM_NO_USAGE_STATS": "1"}
+    if wants_static_shapes(request.vllm_args):
+        # vLLM's API server gives up on an engine core after 10 minutes; a cold store of graphs may take longer.
+        defaults["VLLM_ENGINE_READY_TIMEOUT_S"] = "3600"
     if model.local:
         defaults["HF_HUB_OFFLINE"] = "1"
     if host in ("127.0.0.1", "localhost", "::1"):
