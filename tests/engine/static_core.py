@@ -151,15 +151,6 @@ def main() -> None:
         cores = {"stock": stock, "padded": padded}
         for name in ("graphs", "graphs again")[: int(sys.argv[1])]:
             cores[name] = Core(model, static=True, eager=False)
-        shelve(stock)
-        decode = Core(model, static=True, eager=len(cores) < 3, decodes=True)
-        decode.rows.clear()
-        told["handed over"] = {
-            "one by one": decode.answers(LENGTHS, 1),
-            "together": decode.answers(LENGTHS, len(LENGTHS)),
-            "rows": sorted(set(decode.rows)),
-            "counts": decode.counts(),
-        }
         for name, core in cores.items():
             told[name] = {
                 "counts": core.counts(),
@@ -170,6 +161,16 @@ def main() -> None:
                 "seeded": core.answers([20, 20], 2, temperature=1.5, top_k=20, seed=5),
                 "widths": sorted({each.shape[1] for each in core.logits}),
             }
+        shelve(stock)
+        # Last, since vLLM keeps one connector a process, which all engines would see.
+        decode = Core(model, static=True, eager=len(cores) < 3, decodes=True)
+        decode.rows.clear()
+        told["handed over"] = {
+            "one by one": decode.answers(LENGTHS, 1),
+            "together": decode.answers(LENGTHS, len(LENGTHS)),
+            "rows": sorted(set(decode.rows)),
+            "counts": decode.counts(),
+        }
     print("TOLD " + json.dumps(told))
 
 
