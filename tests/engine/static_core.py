@@ -147,7 +147,11 @@ def main() -> None:
         model = str(tiny.llama(Path(folder) / "model", layers=1, hidden=64, heads=2, kv_heads=1))
         stock = Core(model, static=False, eager=True)
         padded = Core(model, static=True, eager=True)
-        told: dict[str, Any] = {"compare": compare(stock, padded), "stock rows": stock.rows, "padded rows": padded.rows}
+        told: dict[str, Any] = {
+            "compare": compare(stock, padded),
+            "stock rows": [*stock.rows],
+            "padded rows": [*padded.rows],
+        }
         cores = {"stock": stock, "padded": padded}
         for name in ("graphs", "graphs again")[: int(sys.argv[1])]:
             cores[name] = Core(model, static=True, eager=False)
