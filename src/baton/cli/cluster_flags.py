@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from baton.cli.parser import Failure, Parser, add_transfer_flags, count, port_number
+from baton.cli.parser import Failure, Parser, add_static_shapes, add_transfer_flags, count, port_number
 from baton.cli.transport import add_transport, transport_of
 from baton.cluster import Cluster, Device, Role, TransferMode
 from baton.launch import (
+    STATIC_SHAPES_FLAG,
     Flags,
     PlanRequest,
     RoleFlags,
@@ -70,6 +71,7 @@ def add_cluster_flags(parser: Parser) -> None:
             help=f"vllm serve's flags for {role} servers only, in one quoted text",
         )
     add_transfer_flags(parser)
+    add_static_shapes(parser)
     parser.add_argument("--engine-args", default="", metavar="FLAGS", help="the same for every engine")
     add_transport(parser)
     parser.add_argument(
@@ -89,6 +91,8 @@ def planned_cluster(args: argparse.Namespace, words_after: Sequence[str] = ()) -
         LaunchError: they don't go together, or the file is no good.
     """
     common = (*quoted(args.engine_args, "--engine-args"), *dashed(words_after))
+    if args.static_shapes:
+        common += (STATIC_SHAPES_FLAG,)
     proxy_flags = () if args.warm_up is None else ("--warm-up" if args.warm_up else "--no-warm-up",)
     prefill_args = quoted(args.prefill_args, "--prefill-args")
     decode_args = quoted(args.decode_args, "--decode-args")

@@ -7,11 +7,12 @@ import os
 import sys
 from collections.abc import Sequence
 
-from baton.cli.parser import Failure, Parser, add_transfer_flags, count_or_zero, port_number
+from baton.cli.parser import Failure, Parser, add_static_shapes, add_transfer_flags, count_or_zero, port_number
 from baton.cli.transport import add_transport, transport_of
 from baton.cluster import Role, TransferMode
 from baton.engine import parse_cpus
 from baton.launch import (
+    STATIC_SHAPES_FLAG,
     EngineRequest,
     LaunchError,
     available_cpus,
@@ -33,7 +34,7 @@ def run(words: Sequence[str]) -> int:
         install = installed_engine()
         request = EngineRequest(
             role=Role(args.role),
-            vllm_args=tuple(vllm_args),
+            vllm_args=(*vllm_args, *((STATIC_SHAPES_FLAG,) if args.static_shapes else ())),
             side_channel_host=args.side_channel_host,
             side_channel_port=args.side_channel_port,
             cpus=args.cpus,
@@ -93,6 +94,7 @@ def _parser() -> Parser:
     parser.add_argument(
         "--cpus", type=_cpus, default=(), metavar="LIST", help="cores it may use, such as 0-3,8 (default: all)"
     )
+    add_static_shapes(parser)
     parser.add_argument(
         "--nixl-nap-us",
         type=count_or_zero,

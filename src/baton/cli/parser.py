@@ -70,6 +70,14 @@ def add_transfer_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_static_shapes(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--static-shapes",
+        action="store_true",
+        help="prefill and decode never share a step, and steps have a few sizes (docs/static-shapes.md)",
+    )
+
+
 def port_number(text: str) -> int:
     """An argparse type: 1 to 65535."""
     if not text.isdigit() or not 0 < int(text) < 65536:

@@ -12,6 +12,17 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStat
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import NixlKVConnectorStats, NixlPromMetrics
 from vllm.v1.metrics.utils import create_metric_per_engine
 
+STEP_COUNTERS = {
+    "step_prefills": ("baton_step_prefills", "Steps of prefill (static shapes)."),
+    "step_prefill_tokens": ("baton_step_prefill_tokens", "Tokens in steps of prefill."),
+    "step_prefill_padded_tokens": ("baton_step_prefill_padded_tokens", "The same with what they were padded by."),
+    "step_uncompiled": ("baton_step_uncompiled", "Steps that had no graph and ran without one."),
+    "graphs_compiled": ("baton_graphs_compiled", "Graphs compiled at the start."),
+    "graphs_loaded": ("baton_graphs_loaded", "Graphs that came from the store at the start."),
+    "step_decodes": ("baton_step_decodes", "Steps of decode (static shapes)."),
+    "step_decode_tokens": ("baton_step_decode_tokens", "Tokens in steps of decode."),
+    "step_decode_padded_tokens": ("baton_step_decode_padded_tokens", "The same with what they were padded by."),
+}
 COUNTERS = {
     "pulls": ("baton_kv_loads", "Requests whose KV cache came from another engine."),
     "pulled_tokens": ("baton_kv_loaded_tokens", "Prompt tokens whose KV cache came from another engine."),
@@ -28,6 +39,7 @@ COUNTERS = {
         "Reads that were not used, since the other engine did not hold those blocks for that prompt any more.",
     ),
     "turns_declined": ("baton_kv_turns_declined", "Turns that were not kept since kept ones fill their share."),
+    **STEP_COUNTERS,
 }
 WAITS = "wait_seconds"
 _KEYS = (*COUNTERS, WAITS)

@@ -10,6 +10,7 @@ from vllm.platforms.cpu import CpuPlatform
 from baton.engine import drafts
 from baton.engine.components.prepare import prepare
 from baton.engine.settings import EngineSettings
+from baton.engine.static import setup as static_shapes
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -39,6 +40,9 @@ class BatonCpuPlatform(CpuPlatform):
 
         if vllm_config.speculative_config is not None and vllm_config.parallel_config.data_parallel_size > 1:
             drafts.mend()
+        if static_shapes.wanted(vllm_config):
+            static_shapes.install(vllm_config)
+        # After static shapes: who asks for both is told that they do not go together.
         prepare(vllm_config)
 
     @classmethod

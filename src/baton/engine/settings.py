@@ -15,6 +15,8 @@ ENGINE_SWITCH = "BATON_ENGINE"
 CPUS = "BATON_CPUS"
 NIXL_NAP_US = "BATON_NIXL_NAP_US"
 WORKER_START = "BATON_WORKER_START"
+STATIC_SHAPES = "BATON_STATIC_SHAPES"
+"""Set to 1 by ``--static-shapes`` (engine/static)."""
 
 DEFAULT_NIXL_NAP_US = 500
 """500 us was measured as the shortest nap that leaves an idle engine under 5 % of a core."""
@@ -29,12 +31,14 @@ class EngineSettings:
         cpus: core numbers that the engine and its children may run on; empty means all.
         nixl_nap_us: microseconds that NIXL's progress thread sleeps between two polls; 0 spins.
         worker_start: how vLLM's child processes start, ``fork`` or ``spawn``.
+        static_shapes: whether every step has the size of a bucket.
     """
 
     active: bool = False
     cpus: tuple[int, ...] = ()
     nixl_nap_us: int = DEFAULT_NIXL_NAP_US
     worker_start: str = "fork"
+    static_shapes: bool = False
 
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> EngineSettings:
@@ -51,6 +55,7 @@ class EngineSettings:
             cpus=parse_cpus(environ.get(CPUS, "")),
             nixl_nap_us=_natural(environ, NIXL_NAP_US, DEFAULT_NIXL_NAP_US),
             worker_start=start,
+            static_shapes=_switch(environ, STATIC_SHAPES),
         )
 
 
@@ -85,6 +90,13 @@ def format_cpus(cpus: tuple[int, ...]) -> str:
             parts.append(str(start) if start == previous else f"{start}-{previous}")
             start = previous = core
     return ",".join(parts)
+
+
+def _switch(environ: Mapping[str, str], name: str) -> bool:
+    text = environ.get(name, "")
+    if text not in ("", "0", "1"):
+        raise ValueError(f"{name}={text!r} is neither 0 nor 1")
+    return text == "1"
 
 
 def _natural(environ: Mapping[str, str], name: str, default: int) -> int:

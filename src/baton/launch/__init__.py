@@ -12,6 +12,7 @@ from baton.launch.cluster_run import (
     install_for,
 )
 from baton.launch.commands import (
+    STATIC_SHAPES_FLAG,
     Command,
     EngineRequest,
     bidirectional_asked,
@@ -125,6 +126,7 @@ __all__ = [
     "DEFAULT_NAME",
     "PROXY",
     "SOCKET",
+    "STATIC_SHAPES_FLAG",
     "ChildDied",
     "ClusterFile",
     "ClusterFileError",

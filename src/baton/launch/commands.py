@@ -13,7 +13,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from baton.cluster import Cluster, Role, TransferMode, Transport
-from baton.engine import CPUS, ENGINE_SWITCH, NIXL_NAP_US, PushBounds, format_cpus
+from baton.engine import (
+    CPUS,
+    ENGINE_SWITCH,
+    NIXL_NAP_US,
+    STATIC_SHAPES,
+    PushBounds,
+    format_cpus,
+    own_config,
+    static_shapes_asked_for,
+)
 from baton.launch import transports
 from baton.launch.devices import EngineInstall, neuron_transfer, visible_devices
 from baton.launch.errors import LaunchError
@@ -24,6 +33,8 @@ DEFAULT_PORTS = {Role.PREFILL: 8100, Role.DECODE: 8200}
 DEFAULT_SIDE_CHANNEL_PORTS = {Role.PREFILL: 5559, Role.DECODE: 5659}
 DEFAULT_KV_CACHE_BYTES = 1 << 30
 BATON_CONNECTOR = "baton.engine.connector"
+STATIC_SHAPES_FLAG = "--static-shapes"
+"""Stands among the engine's flags, so that it can differ from engine to engine; vLLM never sees it."""
 SIDE_CHANNEL_HOST = "VLLM_NIXL_SIDE_CHANNEL_HOST"
 SIDE_CHANNEL_PORT = "VLLM_NIXL_SIDE_CHANNEL_PORT"
 
@@ -124,7 +135,7 @@ def engine_command(
             model.target,
             *(("--port", str(DEFAULT_PORTS[request.role])) if port is None else ()),
             *flags,
-            *without_flag(args, "--kv-transfer-config"),
+            *(word for word in without_flag(args, "--kv-transfer-config") if word != STATIC_SHAPES_FLAG),
             "--kv-transfer-config",
             json.dumps(transfer),
         ),
@@ -337,6 +348,18 @@ def _extra(request: EngineRequest, given: Mapping[str, Any]) -> dict[str, Any]:
     return extra if threshold is None else {**extra, "kv_recompute_threshold": threshold}
 
 
+def wants_static_shapes(args: Sequence[str]) -> bool:
+    """Whether the flags of an engine choose static shapes: by the switch, or by buckets in --additional-config.
+
+    Raises:
+        LaunchError: --additional-config is wrong.
+    """
+    try:
+        return STATIC_SHAPES_FLAG in args or static_shapes_asked_for(own_config(json_flag(args, "--additional-config")))
+    except ValueError as error:
+        raise LaunchError(str(error)) from error
+
+
 BIDIRECTIONAL = ("BATON_BIDIRECTIONAL_KV", "VLLM_NEURON_BIDIRECTIONAL_KV")
 
 
@@ -367,7 +390,8 @@ def _defaults(
     if install.device == "cpu":
         if "VLLM_CPU_KVCACHE_SPACE" not in environ:
             defaults.append(("--kv-cache-memory-bytes", str(DEFAULT_KV_CACHE_BYTES)))
-        if flag_value(request.vllm_args, "--compilation-config") is None:
+        # With static shapes Baton compiles itself, and --enforce-eager would be a wish to leave it.
+        if flag_value(request.vllm_args, "--compilation-config") is None and not wants_static_shapes(request.vllm_args):
             # Inductor takes two minutes on two cores before the first token.
             defaults.append(("--enforce-eager", None))
         if ranks_of(request.vllm_args).local > 1:
@@ -386,9 +410,14 @@ def _environ(
         ours[BIDIRECTIONAL[1]] = "1"
     if request.cpus:
         ours[CPUS] = format_cpus(request.cpus)
+    if STATIC_SHAPES_FLAG in request.vllm_args:
+        ours[STATIC_SHAPES] = "1"
     if request.nixl_nap_us is not None:
         ours[NIXL_NAP_US] = str(request.nixl_nap_us)
     defaults = {"VLLM_NO_USAGE_STATS": "1"}
+    if install.device == "cpu" and wants_static_shapes(request.vllm_args):
+        # vLLM's API server gives up on an engine core after 10 minutes; a cold store of graphs may take longer.
+        defaults["VLLM_ENGINE_READY_TIMEOUT_S"] = "3600"
     if model.local:
         defaults["HF_HUB_OFFLINE"] = "1"
     if host in ("127.0.0.1", "localhost", "::1"):

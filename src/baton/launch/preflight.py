@@ -29,6 +29,7 @@ from baton.launch.ports import claims_of, means_here, peer_nodes
 from baton.launch.problem import Problem
 from baton.launch.shapes import experts_problem, ranks_of, side_channels
 from baton.launch.speculative import check_speculative
+from baton.launch.static_shapes import check_static_shapes
 from baton.launch.versions import known_of
 
 ENGINE_OVERHEAD_BYTES = 1_600_000_000
@@ -71,6 +72,7 @@ def check_engine(
     problems += check_components([command], install, local_model=local_model)
     if local_model:
         problems += check_experts([command], install)
+    problems += check_static_shapes([command], install)
     if max(sides) > 65535:
         what = f"the side channel's last port, {max(sides)}, is beyond 65535: lower --side-channel-port"
         return [*problems, Problem(what, words=True)]
@@ -128,6 +130,7 @@ def check_plan(
     problems += check_components(commands, install, local_model=local_model)
     if local_model:
         problems += check_experts(commands, install)
+    problems += check_static_shapes(commands, install)
     problems += [Problem(what, words=True) for what in check_speculative(cluster)]
     problems += check_roles(cluster, commands)
     problems += check_fits(cluster, commands, install.device)

@@ -1,0 +1,143 @@
+"""One compiled graph for each size: a function of fixed shapes, its weights handed in at each call.
+
+A graph is traced with fake tensors (no weight is touched), compiled by Inductor with static shapes, and can be stored:
+nothing in it belongs to this process, since whatever the model holds is an input. vLLM's attention stays one opaque
+operation in it, which finds its metadata and KV cache in the forward context: lengths of contexts are no shapes.
+
+Touches, of vllm 0.32: ``layer.cpu_linear`` (model_executor/layers/utils.py ``dispatch_cpu_unquantized_gemm``), a
+closure over a handle to packed weights, which is made an input as well. Of torch 2.13: ``make_fx`` and
+``standalone_compile``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+OPTIONS = {
+    "dce": True,
+    "size_asserts": False,
+    "nan_asserts": False,
+    "epilogue_fusion": True,
+    "cpp.dynamic_threads": True,
+    "fx_graph_cache": True,
+}
+"""Inductor's, as vLLM has them on CPU (vllm 0.32, platforms/cpu.py)."""
+
+
+class Held:
+    """Whatever tensors a module holds: parameters, buffers, and handles in closures; in one fixed order."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.module = module
+        named = [*module.named_parameters(), *module.named_buffers()]
+        self.names = [name for name, _ in named]
+        self._cells = list(_cells(module))
+        tensors = [tensor for _, tensor in named] + [_read(cell) for _, cell in self._cells]
+        self.tensors: list[torch.Tensor] = [tensor.detach() for tensor in tensors]
+
+    def shapes(self) -> list[tuple[str, tuple[int, ...], tuple[int, ...], str]]:
+        """Name, shape, strides and type of each: what a compiled graph relies on."""
+        names = [*self.names, *(name for name, _ in self._cells)]
+        return [
+            (name, tuple(tensor.shape), tuple(tensor.stride()), str(tensor.dtype))
+            for name, tensor in zip(names, self.tensors, strict=True)
+        ]
+
+    def bind(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """*function* of the module and more tensors, as one of the held tensors and those."""
+        count = len(self.tensors)
+
+        def bound(*flat: torch.Tensor) -> Any:
+            held, more = flat[:count], flat[count:]
+            named = dict(zip(self.names, held, strict=False))
+            with _swapped(self._cells, held[len(self.names) :]):
+                return torch.func.functional_call(_Call(self.module, function), _under("module", named), more)
+
+        return bound
+
+
+class _Call(torch.nn.Module):
+    """A function of a module, as a module's forward."""
+
+    def __init__(self, module: torch.nn.Module, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.module = module
+        self.function = function
+
+    def forward(self, *inputs: torch.Tensor) -> Any:
+        return self.function(self.module, *inputs)
+
+
+def compile_graph(held: Held, function: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> tuple[Any, list[str]]:
+    """A compiled *function* of the module and of tensors shaped as *inputs*.
+
+    Returns:
+        torch's artifact, called with the held tensors and the inputs, and the names of tensors that are baked into it.
+    """
+    from torch._inductor import standalone_compile
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    flat = [*held.tensors, *inputs]
+    with torch.no_grad():
+        traced = make_fx(_listed(held.bind(function)), tracing_mode="fake", _allow_non_fake_inputs=True)(*flat)
+        baked = _own_tensors(traced)
+        return standalone_compile(
+            traced, flat, dynamic_shapes="from_example_inputs", options={"config_patches": dict(OPTIONS)}, aot=True
+        ), baked
+
+
+def _listed(function: Callable[..., Any]) -> Callable[..., list[torch.Tensor]]:
+    def listed(*flat: torch.Tensor) -> list[torch.Tensor]:
+        made = function(*flat)
+        return list(made) if isinstance(made, tuple | list) else [made]
+
+    return listed
+
+
+def _own_tensors(traced: torch.fx.GraphModule) -> list[str]:
+    """Tensors that were found on the way and baked in: nobody can say what they mean in another process."""
+    names = {str(node.target) for node in traced.graph.nodes if node.op == "get_attr"}
+    return sorted(name for name in names if isinstance(getattr(traced, name, None), torch.Tensor))
+
+
+def _cells(module: torch.nn.Module) -> Iterator[tuple[str, types.CellType]]:
+    """Cells of ``cpu_linear`` closures that hold a tensor, or a handle with one."""
+    for name, layer in module.named_modules():
+        for index, cell in enumerate(getattr(getattr(layer, "cpu_linear", None), "__closure__", None) or ()):
+            with contextlib.suppress(ValueError):  # an empty one
+                if _read(cell) is not None:
+                    yield f"{name}.cpu_linear[{index}]", cell
+
+
+def _read(cell: types.CellType) -> Any:
+    content = cell.cell_contents
+    found = content if isinstance(content, torch.Tensor) else getattr(content, "handler_tensor", None)
+    return found if isinstance(found, torch.Tensor) else None
+
+
+@contextlib.contextmanager
+def _swapped(cells: Sequence[tuple[str, types.CellType]], tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    """*cells* with *tensors* in them for a while."""
+    before = [_read(cell) for _, cell in cells]
+    _write(cells, tensors)
+    try:
+        yield
+    finally:
+        _write(cells, before)
+
+
+def _write(cells: Sequence[tuple[str, types.CellType]], tensors: Sequence[Any]) -> None:
+    for (_, cell), tensor in zip(cells, tensors, strict=True):
+        if isinstance(cell.cell_contents, torch.Tensor):
+            cell.cell_contents = tensor
+        else:
+            cell.cell_contents.handler_tensor = tensor
+
+
+def _under(prefix: str, named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {f"{prefix}.{name}": tensor for name, tensor in named.items()}

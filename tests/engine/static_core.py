@@ -1,0 +1,182 @@
+"""vLLM's engine core in this process, without servers, on a model of one small layer: run by test_static_core.py.
+
+Prints JSON: by engine (stock, padded, graphs, and graphs again from the store) its answers, and what was compared.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+LENGTHS = (1, 5, 31, 32, 33, 63, 64, 65, 100)
+"""In tokens, around blocks (32) and buckets (32, 64)."""
+
+TOKENS_OUT = 5
+
+
+class Core:
+    """One engine, that remembers the rows of its steps and its logits."""
+
+    def __init__(self, model: str, *, static: bool, eager: bool, decodes: bool = False) -> None:
+        """
+        Args:
+            decodes: whether it is a decode server that takes KV caches from the fake connector's shelf.
+        """
+        from vllm.config import KVTransferConfig
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.v1.engine.core import EngineCore
+        from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+        buckets = {"num_batched_tokens_buckets": [32, 64], "num_seqs_buckets": [1, 4]}
+        config = EngineArgs(
+            model=model,
+            dtype="float32",
+            block_size=32,
+            max_model_len=256,
+            max_num_seqs=4,
+            max_num_batched_tokens=64,
+            kv_cache_memory_bytes=1 << 22,
+            enable_prefix_caching=False,
+            enforce_eager=eager,
+            distributed_executor_backend="uni",
+            additional_config={"baton_config": buckets} if static else {},
+            kv_transfer_config=KVTransferConfig(
+                kv_connector="FakeConnector",
+                kv_connector_module_path="tests.engine.fake_connector",
+                kv_role="kv_consumer",
+            )
+            if decodes
+            else None,
+        ).create_engine_config()
+        self.decodes = decodes
+        self.core = EngineCore(config, UniProcExecutor, log_stats=False)
+        self.runner: Any = self.core.model_executor.driver_worker.worker.model_runner
+        self.rows: list[int] = []
+        self.logits: list[Any] = []
+        self.blocks: list[int] = []
+        """Of the first request in the last step."""
+        forward, compute = self.runner._model_forward, self.runner.model.compute_logits
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.rows.append(len(kwargs["input_ids"]))
+            first = self.runner.input_batch.block_table[0]
+            self.blocks = first.block_table.np[0, : first.num_blocks_per_row[0]].tolist()
+            return forward(*args, **kwargs)
+
+        def recorded(hidden: Any, *args: Any, **kwargs: Any) -> Any:
+            self.logits.append(compute(hidden, *args, **kwargs))
+            return self.logits[-1]
+
+        self.runner._model_forward = counted
+        self.runner.model.compute_logits = recorded
+
+    def answers(self, lengths: Any, at_once: int, **sampling: Any) -> list[list[int]]:
+        """The answers to prompts of *lengths*; *at_once* are added before the engine runs to the end."""
+        from vllm import SamplingParams
+        from vllm.v1.request import Request
+
+        made: dict[str, list[int]] = {}
+        asked = [[10 + (7 * place + length) % 80 for place in range(length)] for length in lengths]
+        for start in range(0, len(asked), at_once):
+            for number, prompt in enumerate(asked[start : start + at_once], start):
+                params = SamplingParams(**{"temperature": 0, "max_tokens": TOKENS_OUT, "ignore_eos": True, **sampling})
+                made[str(number)] = []
+                request = Request(str(number), prompt, params, None)
+                if self.decodes:
+                    request.kv_transfer_params = {"do_remote_prefill": True}
+                self.core.add_request(request)
+            while self.core.scheduler.has_unfinished_requests():
+                outputs, _ = self.core.step()
+                for each in (outputs or {}).values():
+                    for output in each.outputs:
+                        made[output.request_id] += output.new_token_ids
+        return list(made.values())
+
+    def cache(self) -> Any:
+        """(layers, blocks, heads, tokens of a block, 2 x head size) of keys and values."""
+        import torch
+
+        return torch.stack([layer.clone() for layer in self.runner.kv_caches])
+
+    def counts(self) -> list[int]:
+        made = getattr(self.runner, "graph_counts", None)
+        return [made.compiled, made.loaded] if made is not None else [0, 0]
+
+
+def shelve(stock: Core) -> None:
+    """Put the KV cache of every prompt on the shelf, as a prefill server leaves it."""
+    from tests.engine.fake_connector import SHELF
+
+    for number, length in enumerate(LENGTHS):
+        for layer in stock.runner.kv_caches:
+            layer.zero_()
+        stock.answers([length], 1, max_tokens=1)
+        SHELF[str(number)] = stock.cache()[:, stock.blocks]
+
+
+def compare(stock: Core, padded: Core) -> dict[str, Any]:
+    """What padding changed: the largest difference of logits and of real blocks, and foreign blocks written to."""
+    worst = {"logits": 0.0, "cache": 0.0, "foreign": 0}
+    for length in LENGTHS:
+        for core in (stock, padded):
+            for layer in core.runner.kv_caches:
+                layer.zero_()
+            core.logits.clear()
+            core.answers([length], 1)
+        for theirs, ours in zip(stock.logits, padded.logits, strict=True):
+            worst["logits"] = max(worst["logits"], (theirs - ours).abs().max().item())
+        theirs, ours = stock.cache()[:, 1:], padded.cache()[:, 1:]
+        touched = theirs.flatten(2).abs().sum(dim=(0, 2)) > 0
+        worst["foreign"] += int((ours[:, ~touched] != 0).any())
+        worst["cache"] = max(worst["cache"], (theirs - ours).abs().max().item())
+    return worst
+
+
+def main() -> None:
+    from baton.engine import EngineSettings, workarounds
+
+    workarounds.apply(EngineSettings.read(os.environ))
+    from tests.e2e import tiny
+
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["BATON_GRAPH_CACHE"] = f"{folder}/graphs"
+        model = str(tiny.llama(Path(folder) / "model", layers=1, hidden=64, heads=2, kv_heads=1))
+        stock = Core(model, static=False, eager=True)
+        padded = Core(model, static=True, eager=True)
+        told: dict[str, Any] = {
+            "compare": compare(stock, padded),
+            "stock rows": [*stock.rows],
+            "padded rows": [*padded.rows],
+        }
+        cores = {"stock": stock, "padded": padded}
+        for name in ("graphs", "graphs again")[: int(sys.argv[1])]:
+            cores[name] = Core(model, static=True, eager=False)
+        for name, core in cores.items():
+            told[name] = {
+                "counts": core.counts(),
+                "one by one": core.answers(LENGTHS, 1),
+                "together": core.answers(LENGTHS, len(LENGTHS)),
+                "top-k 1": core.answers(LENGTHS, 4, temperature=0.8, top_k=1),
+                "logprobs": core.answers(LENGTHS, 4, logprobs=2),
+                "seeded": core.answers([20, 20], 2, temperature=1.5, top_k=20, seed=5),
+                "widths": sorted({each.shape[1] for each in core.logits}),
+            }
+        shelve(stock)
+        # Last, since vLLM keeps one connector a process, which all engines would see.
+        decode = Core(model, static=True, eager=len(cores) < 3, decodes=True)
+        decode.rows.clear()
+        told["handed over"] = {
+            "one by one": decode.answers(LENGTHS, 1),
+            "together": decode.answers(LENGTHS, len(LENGTHS)),
+            "rows": sorted(set(decode.rows)),
+            "counts": decode.counts(),
+        }
+    print("TOLD " + json.dumps(told))
+
+
+if __name__ == "__main__":
+    main()
