@@ -1,4 +1,4 @@
-"""vLLM's engine core in this process, without servers, on a model of one small layer: run by test_static_core.py.
+"""vLLM's engine core in this process, without servers, on a model of two small layers: run by test_static_core.py.
 
 Prints JSON: by engine (stock, padded, graphs, and graphs again from the store) its answers, and what was compared.
 """
@@ -144,7 +144,7 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         os.environ["BATON_GRAPH_CACHE"] = f"{folder}/graphs"
-        model = str(tiny.llama(Path(folder) / "model", layers=1, hidden=64, heads=2, kv_heads=1))
+        model = str(tiny.llama(Path(folder) / "model", layers=2, hidden=64, heads=2, kv_heads=1))
         stock = Core(model, static=False, eager=True)
         padded = Core(model, static=True, eager=True)
         told: dict[str, Any] = {
@@ -174,6 +174,14 @@ def main() -> None:
             "together": decode.answers(LENGTHS, len(LENGTHS)),
             "rows": sorted(set(decode.rows)),
             "counts": decode.counts(),
+        }
+        # Prompts that it computes itself, without a graph for them.
+        decode.decodes, decode.runner._strict = False, False
+        decode.rows.clear()
+        told["computed without graphs"] = {
+            "one by one": decode.answers(LENGTHS, 1),
+            "together": decode.answers(LENGTHS, len(LENGTHS)),
+            "rows": sorted(set(decode.rows)),
         }
     print("TOLD " + json.dumps(told))
 

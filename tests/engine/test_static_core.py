@@ -1,4 +1,4 @@
-"""Worker, runner and scheduler of static shapes in vLLM's engine core, on a model of one small layer."""
+"""Worker, runner and scheduler of static shapes in vLLM's engine core, on a model of two small layers."""
 
 from __future__ import annotations
 
@@ -59,6 +59,15 @@ def test_text_of_a_decode_server_that_takes_the_cache_over_is_the_stock_engines(
     # A prompt that it computed would have been an error: it has graphs for decode only, all from the store.
     assert handed["rows"] == [1, 4]
     assert handed["counts"] == [0, 6]
+
+
+def test_text_of_a_decode_server_that_computes_prompts_without_graphs_is_the_stock_engines(
+    told: dict[str, Any],
+) -> None:
+    computed = told["computed without graphs"]
+    assert computed["one by one"] == told["stock"]["one by one"]
+    assert computed["together"] == told["stock"]["one by one"]
+    assert computed["rows"] == [1, 4, 32, 64]
 
 
 def test_a_seed_gives_the_stock_engines_tokens(told: dict[str, Any]) -> None:
