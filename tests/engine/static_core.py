@@ -74,9 +74,14 @@ class Core:
         self.runner._model_forward = counted
         self.runner.model.compute_logits = recorded
 
-    def answers(self, lengths: Any, at_once: int, **sampling: Any) -> list[list[int]]:
-        """The answers to prompts of *lengths*; *at_once* are added before the engine runs to the end."""
+    def answers(self, lengths: Any, at_once: int, *, regex: str = "", **sampling: Any) -> list[list[int]]:
+        """The answers to prompts of *lengths*; *at_once* are added before the engine runs to the end.
+
+        Args:
+            regex: what every second answer has to match.
+        """
         from vllm import SamplingParams
+        from vllm.sampling_params import StructuredOutputsParams
         from vllm.v1.request import Request
 
         made: dict[str, list[int]] = {}
@@ -84,10 +89,15 @@ class Core:
         for start in range(0, len(asked), at_once):
             for number, prompt in enumerate(asked[start : start + at_once], start):
                 params = SamplingParams(**{"temperature": 0, "max_tokens": TOKENS_OUT, "ignore_eos": True, **sampling})
+                if regex and number % 2:
+                    params.structured_outputs = StructuredOutputsParams(regex=regex)
+                    # vLLM's front end chooses it as it checks the request.
+                    params.structured_outputs._backend = "xgrammar"
                 made[str(number)] = []
                 request = Request(str(number), prompt, params, None)
                 if self.decodes:
                     request.kv_transfer_params = {"do_remote_prefill": True}
+                self.core.structured_output_manager.grammar_init(request)
                 self.core.add_request(request)
             while self.core.scheduler.has_unfinished_requests():
                 outputs, _ = self.core.step()
@@ -162,6 +172,7 @@ def main() -> None:
                 "together": core.answers(LENGTHS, len(LENGTHS)),
                 "top-k 1": core.answers(LENGTHS, 4, temperature=0.8, top_k=1),
                 "logprobs": core.answers(LENGTHS, 4, logprobs=2),
+                "grammar": core.answers(LENGTHS, 4, regex="[a-f]{9}"),
                 "seeded": core.answers([20, 20], 2, temperature=1.5, top_k=20, seed=5),
                 "widths": sorted({each.shape[1] for each in core.logits}),
             }

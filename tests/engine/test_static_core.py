@@ -18,6 +18,8 @@ pytestmark = pytest.mark.e2e
 """It compiles eight graphs: a minute on two quiet cores."""
 
 VOCABULARY = 320
+A_TO_F = range(64, 70)
+"""Tokens of these letters."""
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +70,13 @@ def test_text_of_a_decode_server_that_computes_prompts_without_graphs_is_the_sto
     assert computed["one by one"] == told["stock"]["one by one"]
     assert computed["together"] == told["stock"]["one by one"]
     assert computed["rows"] == [1, 4, 32, 64]
+
+
+@pytest.mark.parametrize("engine", ["padded", "graphs", "graphs again"])
+def test_a_grammar_is_kept_to_beside_requests_without_one(told: dict[str, Any], engine: str) -> None:
+    assert told[engine]["grammar"] == told["stock"]["grammar"]
+    assert told[engine]["grammar"][::2] == told["stock"]["one by one"][::2]
+    assert all(set(answer) <= set(A_TO_F) for answer in told[engine]["grammar"][1::2])
 
 
 def test_a_seed_gives_the_stock_engines_tokens(told: dict[str, Any]) -> None:
