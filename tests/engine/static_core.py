@@ -162,6 +162,7 @@ def main() -> None:
             "stock rows": [*stock.rows],
             "padded rows": [*padded.rows],
         }
+        told["before any graph"] = stock.answers(LENGTHS, 1)
         cores = {"stock": stock, "padded": padded}
         for name in ("graphs", "graphs again")[: int(sys.argv[1])]:
             cores[name] = Core(model, static=True, eager=False)

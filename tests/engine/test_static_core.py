@@ -67,8 +67,9 @@ def test_text_of_a_decode_server_that_computes_prompts_without_graphs_is_the_sto
     told: dict[str, Any],
 ) -> None:
     computed = told["computed without graphs"]
-    assert computed["one by one"] == told["stock"]["one by one"]
-    assert computed["together"] == told["stock"]["one by one"]
+    # The engines of one process share modules: what making graphs spoils is spoilt for the stock one as well.
+    assert computed["one by one"] == told["before any graph"]
+    assert computed["together"] == told["before any graph"]
     assert computed["rows"] == [1, 4, 32, 64]
 
 
