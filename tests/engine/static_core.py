@@ -1,4 +1,4 @@
-"""vLLM's engine core in this process, without servers, on a model of one small layer: run by test_static_core.py.
+"""vLLM's engine core in this process, without servers, on a model of two small layers: run by test_static_core.py.
 
 Prints JSON: by engine (stock, padded, graphs, and graphs again from the store) its answers, and what was compared.
 """
@@ -74,9 +74,14 @@ class Core:
         self.runner._model_forward = counted
         self.runner.model.compute_logits = recorded
 
-    def answers(self, lengths: Any, at_once: int, **sampling: Any) -> list[list[int]]:
-        """The answers to prompts of *lengths*; *at_once* are added before the engine runs to the end."""
+    def answers(self, lengths: Any, at_once: int, *, regex: str = "", **sampling: Any) -> list[list[int]]:
+        """The answers to prompts of *lengths*; *at_once* are added before the engine runs to the end.
+
+        Args:
+            regex: what every second answer has to match.
+        """
         from vllm import SamplingParams
+        from vllm.sampling_params import StructuredOutputsParams
         from vllm.v1.request import Request
 
         made: dict[str, list[int]] = {}
@@ -84,10 +89,15 @@ class Core:
         for start in range(0, len(asked), at_once):
             for number, prompt in enumerate(asked[start : start + at_once], start):
                 params = SamplingParams(**{"temperature": 0, "max_tokens": TOKENS_OUT, "ignore_eos": True, **sampling})
+                if regex and number % 2:
+                    params.structured_outputs = StructuredOutputsParams(regex=regex)
+                    # vLLM's front end chooses it as it checks the request.
+                    params.structured_outputs._backend = "xgrammar"
                 made[str(number)] = []
                 request = Request(str(number), prompt, params, None)
                 if self.decodes:
                     request.kv_transfer_params = {"do_remote_prefill": True}
+                self.core.structured_output_manager.grammar_init(request)
                 self.core.add_request(request)
             while self.core.scheduler.has_unfinished_requests():
                 outputs, _ = self.core.step()
@@ -144,7 +154,7 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         os.environ["BATON_GRAPH_CACHE"] = f"{folder}/graphs"
-        model = str(tiny.llama(Path(folder) / "model", layers=1, hidden=64, heads=2, kv_heads=1))
+        model = str(tiny.llama(Path(folder) / "model", layers=2, hidden=64, heads=2, kv_heads=1))
         stock = Core(model, static=False, eager=True)
         padded = Core(model, static=True, eager=True)
         told: dict[str, Any] = {
@@ -152,6 +162,7 @@ def main() -> None:
             "stock rows": [*stock.rows],
             "padded rows": [*padded.rows],
         }
+        told["before any graph"] = stock.answers(LENGTHS, 1)
         cores = {"stock": stock, "padded": padded}
         for name in ("graphs", "graphs again")[: int(sys.argv[1])]:
             cores[name] = Core(model, static=True, eager=False)
@@ -162,6 +173,7 @@ def main() -> None:
                 "together": core.answers(LENGTHS, len(LENGTHS)),
                 "top-k 1": core.answers(LENGTHS, 4, temperature=0.8, top_k=1),
                 "logprobs": core.answers(LENGTHS, 4, logprobs=2),
+                "grammar": core.answers(LENGTHS, 4, regex="[a-f]{9}"),
                 "seeded": core.answers([20, 20], 2, temperature=1.5, top_k=20, seed=5),
                 "widths": sorted({each.shape[1] for each in core.logits}),
             }
@@ -174,6 +186,14 @@ def main() -> None:
             "together": decode.answers(LENGTHS, len(LENGTHS)),
             "rows": sorted(set(decode.rows)),
             "counts": decode.counts(),
+        }
+        # Prompts that it computes itself, without a graph for them.
+        decode.decodes, decode.runner._strict = False, False
+        decode.rows.clear()
+        told["computed without graphs"] = {
+            "one by one": decode.answers(LENGTHS, 1),
+            "together": decode.answers(LENGTHS, len(LENGTHS)),
+            "rows": sorted(set(decode.rows)),
         }
     print("TOLD " + json.dumps(told))
 

@@ -1,4 +1,4 @@
-"""Worker, runner and scheduler of static shapes in vLLM's engine core, on a model of one small layer."""
+"""Worker, runner and scheduler of static shapes in vLLM's engine core, on a model of two small layers."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ pytestmark = pytest.mark.e2e
 """It compiles eight graphs: a minute on two quiet cores."""
 
 VOCABULARY = 320
+A_TO_F = range(64, 70)
+"""Tokens of these letters."""
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +61,23 @@ def test_text_of_a_decode_server_that_takes_the_cache_over_is_the_stock_engines(
     # A prompt that it computed would have been an error: it has graphs for decode only, all from the store.
     assert handed["rows"] == [1, 4]
     assert handed["counts"] == [0, 6]
+
+
+def test_text_of_a_decode_server_that_computes_prompts_without_graphs_is_the_stock_engines(
+    told: dict[str, Any],
+) -> None:
+    computed = told["computed without graphs"]
+    # The engines of one process share modules: what making graphs spoils is spoilt for the stock one as well.
+    assert computed["one by one"] == told["before any graph"]
+    assert computed["together"] == told["before any graph"]
+    assert computed["rows"] == [1, 4, 32, 64]
+
+
+@pytest.mark.parametrize("engine", ["padded", "graphs", "graphs again"])
+def test_a_grammar_is_kept_to_beside_requests_without_one(told: dict[str, Any], engine: str) -> None:
+    assert told[engine]["grammar"] == told["stock"]["grammar"]
+    assert told[engine]["grammar"][::2] == told["stock"]["one by one"][::2]
+    assert all(set(answer) <= set(A_TO_F) for answer in told[engine]["grammar"][1::2])
 
 
 def test_a_seed_gives_the_stock_engines_tokens(told: dict[str, Any]) -> None:

@@ -103,6 +103,37 @@ def test_whatever_a_model_holds_is_named_with_its_shape() -> None:
     assert names == ["head.weight", "layer.cpu_linear[0]"]
 
 
+class Shared(torch.nn.Module):
+    """One module at two places, as vLLM's rotary embedding, and one weight in two modules, as a tied head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        rotary = torch.nn.Module()
+        rotary.register_buffer("table", torch.ones(WIDTH))
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
+        for layer in self.layers:
+            layer.rotary = rotary
+        self.layers[1].weight = self.layers[0].weight
+
+    def forward(self, x: Any) -> Any:
+        for layer in self.layers:
+            x = layer(x) * layer.rotary.table
+        return x
+
+
+def test_what_stands_at_two_places_is_handed_in_at_both_and_is_the_models_own_afterwards() -> None:
+    model, rows = Shared(), torch.randn(3, WIDTH)
+    held, table, weight = Held(model), model.layers[0].rotary.table, model.layers[0].weight
+    expected = model(rows)
+    assert [name for name, *_ in held.shapes()] == ["layers.0.weight", "layers.0.rotary.table"]
+    with torch.no_grad():
+        made = held.bind(Shared.__call__)(2 * weight, torch.full((WIDTH,), 3.0), rows)
+    assert torch.allclose(made, 36 * expected, atol=1e-5)
+    assert model.layers[0].rotary.table is table
+    assert model.layers[0].weight is model.layers[1].weight is weight
+    assert torch.equal(model(rows), expected)
+
+
 def test_a_key_follows_everything_that_it_is_made_of() -> None:
     parts = {"model": "a", "torch": "1", "cpu": "x"}
     keys = {key_of(parts), *(key_of({**parts, name: "other"}) for name in parts)}

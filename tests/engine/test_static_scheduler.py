@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,15 @@ pytest.importorskip("vllm")
 BLOCK, TOKENS = 32, 64
 
 
-def scheduler(blocks: int = 200, **config: Any) -> Any:
+def scheduler(blocks: int = 200, *, ahead: bool = False, **config: Any) -> Any:
+    """A scheduler with a connector; *ahead*: the one for engines that schedule a step ahead."""
     import torch
     from vllm.config import KVTransferConfig
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
     from vllm.v1.structured_output import StructuredOutputManager
 
-    from baton.engine.static.scheduler import StaticScheduler
+    from baton.engine.static.scheduler import StaticAsyncScheduler, StaticScheduler
 
     made = EngineArgs(
         model=str(Path(__file__).parent / "tiny"),
@@ -42,7 +44,8 @@ def scheduler(blocks: int = 200, **config: Any) -> Any:
     made.cache_config.num_gpu_blocks = blocks
     spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=32, dtype=torch.float32)
     cache = KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)])
-    return StaticScheduler(made, cache, StructuredOutputManager(made), BLOCK, BLOCK)
+    kind = StaticAsyncScheduler if ahead else StaticScheduler
+    return kind(made, cache, StructuredOutputManager(made), BLOCK, BLOCK)
 
 
 def request(name: str, prompt: int, answer: int = 4, ticket: dict[str, Any] | None = None) -> Any:
@@ -56,6 +59,13 @@ def request(name: str, prompt: int, answer: int = 4, ticket: dict[str, Any] | No
 
 def step(engine: Any, arrived: set[str] = frozenset(), bad: set[int] = frozenset()) -> dict[str, int]:  # type: ignore[assignment]
     """One step, and the tokens that it scheduled; loads of *arrived* are done after it, *bad* blocks did not come."""
+    output, made = run(engine, arrived, bad)
+    engine.update_from_output(output, made)
+    return dict(output.num_scheduled_tokens)
+
+
+def run(engine: Any, arrived: set[str], bad: set[int] = frozenset()) -> tuple[Any, Any]:  # type: ignore[assignment]
+    """What a step scheduled, and what a worker would make of it; the scheduler has not heard of that yet."""
     from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
     output = engine.schedule()
@@ -63,11 +73,8 @@ def step(engine: Any, arrived: set[str] = frozenset(), bad: set[int] = frozenset
     sampled = [[] if engine.requests[name].is_prefill_chunk else [7] for name in names]
     came = KVConnectorOutput(finished_recving=set(arrived), invalid_block_ids=set(bad))
     engine.connector.asked -= arrived
-    engine.update_from_output(
-        output,
-        ModelRunnerOutput(names, {name: index for index, name in enumerate(names)}, sampled, kv_connector_output=came),
-    )
-    return dict(output.num_scheduled_tokens)
+    places = {name: index for index, name in enumerate(names)}
+    return output, ModelRunnerOutput(names, places, sampled, kv_connector_output=came)
 
 
 def add(engine: Any, *requests: Any) -> None:
@@ -139,12 +146,13 @@ def test_hidden_requests_are_back_at_their_places() -> None:
     assert [each.request_id for each in engine.waiting] == ["e", "f"]
 
 
+@pytest.mark.parametrize("ahead", [0, 1])
 @pytest.mark.parametrize("seed", range(12))
-def test_under_any_load_no_step_is_mixed_and_all_come_to_an_end(seed: int) -> None:
+def test_under_any_load_no_step_is_mixed_and_all_come_to_an_end(seed: int, ahead: int) -> None:
     from vllm.v1.request import RequestStatus
 
     chance = random.Random(seed)
-    engine = scheduler(blocks=chance.choice([14, 20, 200]))
+    engine = scheduler(blocks=chance.choice([14, 20, 200]), ahead=bool(ahead))
     todo = [
         request(
             f"r{number}",
@@ -154,7 +162,8 @@ def test_under_any_load_no_step_is_mixed_and_all_come_to_an_end(seed: int) -> No
         )
         for number in range(25)
     ]
-    first, steps = [each.request_id for each in todo], 0
+    unheard: deque[tuple[Any, Any]] = deque()
+    most, steps = 0, 0
     while todo or engine.has_unfinished_requests():
         steps += 1
         assert steps < 3000, f"stuck with {engine.running}, {list(engine.waiting)}"
@@ -164,8 +173,12 @@ def test_under_any_load_no_step_is_mixed_and_all_come_to_an_end(seed: int) -> No
             engine.finish_requests(chance.choice(list(engine.requests)), RequestStatus.FINISHED_ABORTED)
         done = {name for name in engine.connector.asked if name in engine.requests and chance.random() < 0.5}
         # A mixed step raises within; so does one above the largest bucket.
-        scheduled = step(engine, arrived=done)
+        unheard.append(run(engine, done))
+        most = max(most, len(unheard) - 1)
+        scheduled = unheard[-1][0].num_scheduled_tokens
         assert sum(scheduled.values()) <= TOKENS
         assert len(scheduled) <= 4
-    assert first
+        while len(unheard) > (ahead if scheduled else 0):
+            engine.update_from_output(*unheard.popleft())
+    assert most == ahead
     assert engine.kv_cache_manager.block_pool.get_num_free_blocks() == engine.kv_cache_config.num_blocks - 1

@@ -36,6 +36,7 @@ class Held:
         self.module = module
         named = [*module.named_parameters(), *module.named_buffers()]
         self.names = [name for name, _ in named]
+        self._places = _places(module, [tensor for _, tensor in named])
         self._cells = list(_cells(module))
         tensors = [tensor for _, tensor in named] + [_read(cell) for _, cell in self._cells]
         self.tensors: list[torch.Tensor] = [tensor.detach() for tensor in tensors]
@@ -49,14 +50,18 @@ class Held:
         ]
 
     def bind(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """*function* of the module and more tensors, as one of the held tensors and those."""
+        """*function* of the module and more tensors, as one of the held tensors and those.
+
+        torch's own way to find a tensor's places (``tie_weights``, torch 2.13) is not taken: a module that stands at
+        two of them, as one rotary embedding in all layers, would keep the tensors of the call for good.
+        """
         count = len(self.tensors)
 
         def bound(*flat: torch.Tensor) -> Any:
             held, more = flat[:count], flat[count:]
-            named = dict(zip(self.names, held, strict=False))
+            named = {f"module.{name}": held[index] for name, index in self._places}
             with _swapped(self._cells, held[len(self.names) :]):
-                return torch.func.functional_call(_Call(self.module, function), _under("module", named), more)
+                return torch.func.functional_call(_Call(self.module, function), named, more, tie_weights=False)
 
         return bound
 
@@ -105,6 +110,17 @@ def _own_tensors(traced: torch.fx.GraphModule) -> list[str]:
     return sorted(name for name in names if isinstance(getattr(traced, name, None), torch.Tensor))
 
 
+def _places(module: torch.nn.Module, tensors: Sequence[torch.Tensor]) -> list[tuple[str, int]]:
+    """Where each of *tensors* stands, as a name and its index: at each place once, also when modules share it."""
+    indices = {id(tensor): index for index, tensor in enumerate(tensors)}
+    found = []
+    for prefix, layer in module.named_modules():
+        own = {"recurse": False, "remove_duplicate": False}
+        for name, tensor in (*layer.named_parameters(prefix, **own), *layer.named_buffers(prefix, **own)):
+            found.append((name, indices[id(tensor)]))
+    return found
+
+
 def _cells(module: torch.nn.Module) -> Iterator[tuple[str, types.CellType]]:
     """Cells of ``cpu_linear`` closures that hold a tensor, or a handle with one."""
     for name, layer in module.named_modules():
@@ -137,7 +153,3 @@ def _write(cells: Sequence[tuple[str, types.CellType]], tensors: Sequence[Any]) 
             cell.cell_contents = tensor
         else:
             cell.cell_contents.handler_tensor = tensor
-
-
-def _under(prefix: str, named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {f"{prefix}.{name}": tensor for name, tensor in named.items()}
