@@ -50,7 +50,8 @@ class Ledger:
             if number in self.held:
                 self.held.remove(number)
                 self.pulled.append(number)
-            else:
+            elif params.get("transfer_mode") != "push":
+                # Who pushes does it once, and looks for whom: a second one to wait for it gets nothing.
                 self.poison.append(params)
 
     def release(self, params: dict[str, Any]) -> None:

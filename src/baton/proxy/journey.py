@@ -347,17 +347,12 @@ def worked(journey: Journey, way: Way, ticket: Ticket) -> None:
     way.fleet.pair_worked(journey.prefill, journey.decode)
 
 
-def settle(
-    journey: Journey, way: Way, ticket: Ticket | None, leg: Leg, error: BaseException, *, handed: bool = True
-) -> None:
+def settle(journey: Journey, way: Way, ticket: Ticket | None, leg: Leg, error: BaseException) -> None:
     """The decode leg has ended with *error*: see to its ticket, and to who is to blame.
 
     A ticket that a decode server can have seen is never used again: its blocks may be somebody else's by then. Who was
     left has noticed that, and tells the prefill server. Who failed may have told it, or may not (it died, something
     before it answered in its place, or vLLM does not at some endpoints): it is told to free the blocks.
-
-    Args:
-        handed: whether the leg carried this very ticket.
     """
     if isinstance(error, Fault):
         error.at = Role.DECODE
@@ -371,7 +366,7 @@ def settle(
     if journey.heard or not isinstance(error, Fault):
         way.outstanding.drop(ticket)
         return
-    way.releases.revoke(ticket, errand, handed=handed)
+    way.releases.revoke(ticket, errand)
     if cause_of(error) in OF_THE_TRANSFER:
         way.fleet.pair_failed(journey.prefill, journey.decode, str(error))
 

@@ -31,7 +31,9 @@ NO_MODEL = "baton-no-such-model"
 REVOKE_PATH = b"/v1/completions"
 REACH_SECONDS = 0.5
 """How long the release of a ticket waits for a decode server, before it tries another."""
-ROUNDS = 2
+HEAR_SECONDS = 0.2
+"""How long a decode server that is to be left at once is heard: who fails what it is asked fails it soon."""
+ROUNDS = 3
 """How often all of them are tried."""
 
 
@@ -79,20 +81,15 @@ class Releases:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def revoke(self, ticket: Ticket, errand: Errand, *, handed: bool) -> None:
+    def revoke(self, ticket: Ticket, errand: Errand) -> None:
         """Have *ticket* freed, which a decode server may have seen that failed: nobody may read its blocks any more.
 
         That server is asked first: whatever it still does with the ticket it has given up by then.
-
-        Args:
-            handed: whether it was sent this very ticket; in write mode it may have had one that was made before.
         """
         if ticket.pushed:
-            # Who pushes knows the request by another id than a refusal would name; its own ticket is good once.
-            if handed:
-                self._outstanding.drop(ticket)
-            else:
-                self.start(ticket, errand)
+            # Who pushes knows the request by another id than a refusal would name. Nothing is pushed twice: a leg for
+            # what was pushed already waits for nothing, and is left.
+            self.start(ticket, errand)
             return
         headers = [(name, b"%b~free" % value if name == b"x-request-id" else value) for name, value in errand.headers]
         self.start(ticket, Errand(REVOKE_PATH, headers, revocation, errand.prefill, errand.decode, refused=404))
@@ -117,7 +114,7 @@ class Releases:
         for _ in range(ROUNDS):
             for instance in in_turn(self._reachable(), errand.decode, but):
                 leg = self._upstream.post(instance, errand.path, errand.headers, body, linger_seconds=LINGER_SECONDS)
-                if await told(leg, errand.refused):
+                if await told(leg, errand.refused, pushed=ticket.pushed):
                     self._outstanding.drop(ticket)
                     return
         self._outstanding.leave(ticket, errand.prefill)
@@ -132,9 +129,17 @@ class Releases:
         return sorted(pool, key=lambda each: not each.usable)
 
 
-async def told(leg: Leg, refused: int | None) -> bool:
-    """Whether a decode server has been told, by *leg*."""
+async def told(leg: Leg, refused: int | None, *, pushed: bool) -> bool:
+    """Whether a decode server has been told, by *leg*.
+
+    Args:
+        refused: see :class:`Errand`.
+        pushed: whether another may be told when this one fails. What is pulled may have been read by one that failed,
+            and must not be read again.
+    """
     try:
+        if refused is None and pushed:
+            return await heard(leg)
         async with asyncio.timeout(REACH_SECONDS):
             if refused is None:
                 await leg.deliver()
@@ -144,6 +149,15 @@ async def told(leg: Leg, refused: int | None) -> bool:
                 return response.status == refused
     except (ProxyError, ClientError, TimeoutError):
         return False
+
+
+async def heard(leg: Leg) -> bool:
+    """Whether a decode server is at *leg*, and so notices that it is left; unless it, or something before it, fails."""
+    try:
+        async with asyncio.timeout(HEAR_SECONDS), leg as response:
+            return response.status < 400
+    except TimeoutError:
+        return leg.sent
 
 
 def revocation(ticket: Ticket) -> Sequence[Buffer]:

@@ -125,7 +125,7 @@ async def run_both(
     except BaseException as error:
         if succeeded(prefilling):
             leg.linger(LINGER_SECONDS)
-            settle(journey, way, journey.ticket, leg, error, handed=False)
+            settle(journey, way, journey.ticket, leg, error)
         raise
     finally:
         prefilling.cancel()
