@@ -11,13 +11,13 @@ help:  ## what there is
 up: venv model  ## set everything up, start 1P1D, answer one prompt, stop
 	$(BIN)/baton up --prompt "Count the number 1, 2, 3"
 
-test: venv-dev model  ## all tests: unit tests, then real engines
+test: venv-dev model  ## unit tests, then real engines, but for what is long
 	$(BIN)/python -m pytest
 
 unit: venv-dev  ## the tests without engines: seconds
 	$(BIN)/python -m pytest -m "not e2e"
 
-e2e: venv-dev model  ## the tests on real engines: minutes
+e2e: venv-dev model  ## all tests on real engines, the long ones too
 	$(BIN)/python -m pytest -m e2e
 
 chaos: venv  ## 10,000 requests with every fault in every phase, before fake engines: minutes (SEED=1)

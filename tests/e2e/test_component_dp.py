@@ -98,6 +98,7 @@ def ask_rank(server: Server, rank: int, prompt: Sequence[int], **more: object) -
     return choice
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("component", COMPONENTS)
 def test_each_component_alone_gives_one_servers_text(
     component: str, plain: Server, one_servers: dict[str, str], model: Path, logs: Path
@@ -158,7 +159,11 @@ def best(choice: Mapping[str, object]) -> list[float]:
     return [next(iter(score.values()))["logprob"] for score in scores if score]
 
 
-@pytest.mark.parametrize("components", [*((name,) for name in COMPONENTS), COMPONENTS], ids="+".join)
+@pytest.mark.parametrize(
+    "components",
+    [*(pytest.param((name,), marks=pytest.mark.long) for name in COMPONENTS), COMPONENTS],
+    ids="+".join,
+)
 def test_replicas_of_several_ranks_give_one_servers_text(
     components: tuple[str, ...], plain: Server, one_servers: dict[str, str], model: Path, logs: Path
 ) -> None:

@@ -105,7 +105,7 @@ def tokens(count: int, seed: int = 5) -> list[int]:
     return [chance.randrange(10, 90) for _ in range(count)]
 
 
-@pytest.fixture(scope="module", params=list(MODES))
+@pytest.fixture(scope="module", params=["read", "write", pytest.param("turns", marks=pytest.mark.long)])
 def victims(request: pytest.FixtureRequest, logs: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Victims]:
     mode = request.param
     model = tiny.llama(tmp_path_factory.mktemp("llama"))
