@@ -23,6 +23,18 @@ from baton.sim.text import ids_of, tokens_of, tokens_of_ids
 TEXT = (b"content-type", b"text/plain; version=0.0.4; charset=utf-8")
 VERSION = "0.32.0"
 _WITHOUT_LIMITS = Limits(connections=1 << 20, idle_seconds=3600.0)
+COMPATIBILITY = {
+    "vllm_version": VERSION,
+    "nixl_connector_version": "1",
+    "dtype": "float32",
+    "kv_cache_dtype": "auto",
+    "num_kv_heads": 1,
+    "head_size": 64,
+    "num_layers": 1,
+    "hybrid_kv_cache": True,
+    "speculative": "none",
+}
+"""What two engines must have in common to hand over, as Baton's engines say it; but for the model."""
 
 
 class Engine:
@@ -217,7 +229,10 @@ class Engine:
             "pp_size": 1,
             "dp_size": settings.dp_size,
             "block_size": settings.block_size,
+            "kv_lease_seconds": settings.lease_seconds,
+            "device": "cpu",
             "bidirectional": settings.bidirectional,
+            "compatibility": {**COMPATIBILITY, "model": settings.model},
         }
 
     def _tokens(self, request: Request) -> tuple[int, list[tuple[bytes, bytes]], bytes]:
