@@ -27,7 +27,8 @@ from tests.e2e.topology import BLOCK, MODEL, TOKENS_OUT, Cluster, Engine, answer
 
 EXTRA = (
     "--kv-transfer-config",
-    '{"kv_connector_extra_config": {"kv_lease_duration": 12, "push_registration_timeout": 4}}',
+    '{"kv_connector_extra_config": '
+    '{"kv_lease_duration": 12, "push_registration_timeout": 4, "decoder_kv_blocks_ttl": 12}}',
 )
 MODES = {
     "write": Engine(("--transfer-mode", "write", *EXTRA)),
