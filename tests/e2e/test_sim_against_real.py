@@ -11,5 +11,5 @@ from tests.e2e.conftest import Pair
 def test_the_fake_differs_from_real_engines_only_where_it_is_meant_to(pair: Pair) -> None:
     found = asyncio.run(compare(pair.prefill.url, pair.decode.url))
     assert [str(difference) for difference in found if not difference.known] == []
-    # What real engines do with a ticket that was used is the one thing that the lab must not do.
-    assert any("same text" in difference.where for difference in found)
+    # A used ticket is refused by Baton's engines, and in the lab shows as a wrong text.
+    assert any(difference.case == "ticket used twice" for difference in found)
