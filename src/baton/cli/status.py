@@ -18,6 +18,8 @@ from baton.cli.running import add_name, the_cluster
 from baton.launch import ProxyClient, ProxyRefused, observe, observe_proxy
 
 WATCH_SECONDS = 1.0
+WIDE = 200
+"""Columns for what no terminal shows."""
 _GOOD = frozenset({"ready", "usable", "running", "closed"})
 
 
@@ -54,14 +56,14 @@ def run(words: Sequence[str]) -> int:
     if args.json:
         print(json.dumps(seen))
     else:
-        Console(highlight=False).print(shown(seen))
+        console().print(shown(seen))
     return 0 if well(seen) else 1
 
 
 def _watch(look: Any, *, as_json: bool) -> int:
     before: dict[str, Any] | None = None
     at = time.monotonic()
-    with Live(console=Console(highlight=False), auto_refresh=False) as live:
+    with Live(console=console(), auto_refresh=False) as live:
         while True:
             seen, now = look(), time.monotonic()
             if as_json:
@@ -70,6 +72,12 @@ def _watch(look: Any, *, as_json: bool) -> int:
                 live.update(shown(seen, before, now - at), refresh=True)
             before, at = seen, now
             time.sleep(WATCH_SECONDS)
+
+
+def console() -> Console:
+    """The terminal; what goes elsewhere is as wide as it wants to be."""
+    found = Console(highlight=False)
+    return found if found.is_terminal else Console(highlight=False, width=WIDE)
 
 
 def well(seen: Mapping[str, Any]) -> bool:
@@ -91,23 +99,11 @@ def shown(seen: Mapping[str, Any], before: Mapping[str, Any] | None = None, seco
     if not seen["proxy_answers"]:
         title += "\n[red]the proxy does not answer[/]"
     table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
-    heads = (
-        "id",
-        "state",
-        "url",
-        "pid",
-        "up",
-        "starts",
-        "in flight",
-        "running",
-        "waiting",
-        "KV use",
-        "KV moved",
-        "vLLM",
-    )
-    for head in heads:
-        table.add_column(head, justify="left" if head in {"id", "state", "url", "vLLM"} else "right")
-    moved = _moved(before)
+    for head in ("id", "state", "url"):
+        table.add_column(head, no_wrap=head != "state")
+    for head in ("pid", "up", "starts", "in flight", "running", "waiting", "KV use", "KV moved", "vLLM"):
+        table.add_column(head, justify="right", no_wrap=True)
+    moved, failures = _moved(before), list[str]()
     for row in seen["processes"]:
         routed, engine = row["proxy"] or {}, row["engine"] or {}
         state = row["state"]
@@ -130,7 +126,9 @@ def shown(seen: Mapping[str, Any], before: Mapping[str, Any] | None = None, seco
             _text(engine.get("version")),
         )
         if row.get("last_failure"):
-            table.add_row("", f"[yellow]{row['last_failure']}[/]")
+            failures.append(f"[yellow]{row['id']}: {row['last_failure']}[/]")
+    if failures:
+        table.caption, table.caption_justify = "\n".join(failures), "left"
     return table
 
 
