@@ -50,9 +50,9 @@ def as_new(made: House) -> None:
 
 
 async def at_rest(made: House, held: int = 0) -> None:
-    """Within a second of the end nothing is held, in flight or out, and every ticket came to one end."""
+    """Soon after the end nothing is held, in flight or out, and every ticket came to one end."""
     tickets = made.proxy.way.outstanding
-    async with asyncio.timeout(1.0):
+    async with asyncio.timeout(10.0):
         while (
             len(made.ledger.held) > held
             or any(instance.in_flight or (not held and tickets.count(instance.id)) for instance in made.proxy.fleet)

@@ -15,6 +15,8 @@ from baton.sim.scenarios import Scenario, asks, scenarios
 EACH = 8
 LEG_SECONDS = 2.5
 """Longer than a machine that is busy with other things stands still."""
+REST_SECONDS = 10.0
+"""Less than a lease, which would end by itself; the campaign gives one second."""
 HOLD = (
     "read/json/nowhere/none",
     "write/stream/nowhere/none",
@@ -39,7 +41,7 @@ def loop_kind() -> None:
 
 @pytest.mark.parametrize("name", HOLD)
 def test_a_scenario_holds(name: str) -> None:
-    report = asyncio.run(run(EVERY[name], seed=1, count=EACH, leg_seconds=LEG_SECONDS))
+    report = asyncio.run(run(EVERY[name], seed=1, count=EACH, leg_seconds=LEG_SECONDS, rest_seconds=REST_SECONDS))
     assert report.broken == []
     assert sum(report.verdicts.values()) == EACH
 

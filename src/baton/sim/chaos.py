@@ -58,11 +58,14 @@ class Report:
     verdicts: Counter[str] = field(default_factory=Counter)
 
 
-async def run(scenario: Scenario, seed: int, count: int, leg_seconds: float = LEG_SECONDS) -> Report:
+async def run(
+    scenario: Scenario, seed: int, count: int, leg_seconds: float = LEG_SECONDS, rest_seconds: float = REST_SECONDS
+) -> Report:
     """One scenario: *count* requests, and what must hold afterwards.
 
     Args:
         leg_seconds: how long the proxy waits for a leg.
+        rest_seconds: how long it may take to come to rest after its last request.
     """
     report = Report(scenario)
     began = time.monotonic()
@@ -85,7 +88,7 @@ async def run(scenario: Scenario, seed: int, count: int, leg_seconds: float = LE
             await lab.set_faults([Fault.parse(scenario.fault)])
         await _ask_all(scenario, seed, asks(scenario, seed, count), f"http://127.0.0.1:{port}", report)
         await lab.set_faults([])
-        await _check_rest(lab, proxy, report)
+        await _check_rest(lab, proxy, report, rest_seconds)
     finally:
         await proxy.stop(0.0)
         await lab.stop()
@@ -141,11 +144,11 @@ async def _hear(session: aiohttp.ClientSession, url: str, ask: Ask) -> Heard:
 _JSON = {"content-type": "application/json"}
 
 
-async def _check_rest(lab: Lab, proxy: Proxy, report: Report) -> None:
+async def _check_rest(lab: Lab, proxy: Proxy, report: Report, rest_seconds: float) -> None:
     """What must hold once nobody asks for anything any more."""
     for engine in lab.engines.values():
         engine.wake()
-    deadline = time.monotonic() + REST_SECONDS
+    deadline = time.monotonic() + rest_seconds
     while (gauges := _gauges(proxy)) or not lab.idle() or lab.ledger.leaked():
         if time.monotonic() > deadline:
             break
@@ -153,7 +156,7 @@ async def _check_rest(lab: Lab, proxy: Proxy, report: Report) -> None:
     leaked = lab.ledger.leaked()
     if leaked:
         names = ", ".join(lease.request_id for lease in leaked[:_SHOWN])
-        report.broken.append(f"{len(leaked)} leases held {REST_SECONDS:g} s after the last request: {names}")
+        report.broken.append(f"{len(leaked)} leases held {rest_seconds:g} s after the last request: {names}")
     if not lab.idle():
         report.broken.append("engines still work on requests that nobody waits for")
     if lab.ledger.poison:
