@@ -272,7 +272,7 @@ def test_engines_for_another_device_are_refused_where_they_would_start(tmp_path:
 # the whole
 
 
-def test_64_hosts_of_16_engines_are_planned_in_under_two_seconds(tmp_path: Path) -> None:
+def test_64_hosts_of_16_engines_are_planned_without_comparing_each_with_each(tmp_path: Path) -> None:
     hosts = {f"h{index}": {"address": f"10.0.{index}.1", "devices": "0-127"} for index in range(64)}
     value = {
         "model": "org/m",
@@ -290,8 +290,8 @@ def test_64_hosts_of_16_engines_are_planned_in_under_two_seconds(tmp_path: Path)
     found = processes(cluster, commands, {})
     json.dumps(as_value(cluster, found, []))
     as_text(cluster, found, None)
-    # Of this process alone: neighbours on the machine make the clock on the wall go several times slower.
-    assert time.process_time() - started < 2.0
+    # About one second here; looking at a million pairs takes minutes.
+    assert time.process_time() - started < 30.0
     assert (len(cluster.instances), problems, len(found)) == (1024, [], 64)
 
 
