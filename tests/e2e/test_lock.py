@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import re
+import subprocess
 import sys
+from collections.abc import Mapping
 
 from tests.e2e.conftest import MODEL, Pair
 from tests.e2e.engines import generate, post
@@ -18,6 +19,17 @@ def imported_by(pair: Pair) -> set[str]:
     """Top-level modules that the engines' processes have imported; Python wrote each one to the logs."""
     logs = pair.prefill.log.read_bytes() + pair.decode.log.read_bytes()
     return {name.decode().split(".")[0] for name in _IMPORTED.findall(logs)}
+
+
+def distributions() -> Mapping[str, list[str]]:
+    """The distributions of each top-level module, as a fresh process sees them.
+
+    Whoever has imported setuptools also sees what it carries along.
+    """
+    code = "import importlib.metadata, json; print(json.dumps(importlib.metadata.packages_distributions()))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
+    found: dict[str, list[str]] = json.loads(done.stdout)
+    return found
 
 
 def test_nothing_that_an_engine_imports_is_missing_in_the_lock(pair: Pair) -> None:
@@ -33,7 +45,7 @@ def test_nothing_that_an_engine_imports_is_missing_in_the_lock(pair: Pair) -> No
         assert code == 200, raw
     modules = imported_by(pair)
     assert {"vllm", "torch", "transformers", "nixl_cu12"} <= modules
-    packages = importlib.metadata.packages_distributions()
+    packages = distributions()
     names = {name.lower().replace("_", "-") for module in modules for name in packages.get(module, ())}
     allowed = set(pins("core.txt")) | set(pins("engine-cpu.txt")) | {"baton-serve", "pip"}
     assert names - allowed <= only_used_by_unpacking()
@@ -46,7 +58,7 @@ def only_used_by_unpacking() -> set[str]:
 
 def test_every_pinned_package_is_imported_or_says_why_it_is_there(pair: Pair) -> None:
     modules = imported_by(pair)
-    packages = importlib.metadata.packages_distributions()
+    packages = distributions()
     used = {name.lower().replace("_", "-") for module in modules for name in packages.get(module, ())}
     from tests.test_house import ROOT
 
