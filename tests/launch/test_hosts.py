@@ -20,6 +20,7 @@ from baton.launch import (
     as_value,
     check_plan,
     cluster_commands,
+    command_of,
     plan_file,
     processes,
     read_cluster_file,
@@ -293,6 +294,8 @@ def test_64_hosts_of_16_engines_are_planned_without_comparing_each_with_each(tmp
     # About one second here; looking at a million pairs takes minutes.
     assert time.process_time() - started < 30.0
     assert (len(cluster.instances), problems, len(found)) == (1024, [], 64)
+    for name in ("P0", "D511", "proxy"):
+        assert command_of(cluster, name, ResolvedModel("org/m", "org/m", local=False), CPU) == commands[name]
 
 
 def test_a_count_goes_over_an_entrys_hosts_in_turn(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import secrets
 import signal
 import sys
 from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from baton.launch import (
     check_cluster,
     check_name,
     cluster_commands,
+    command_of,
     created_at,
     default_logs,
     forget,
@@ -84,12 +86,19 @@ def run(words: Sequence[str]) -> int:
     except OSError as error:
         raise Failure(f"cannot make the log folder {logs}: {error.strerror}; name another with --log-dir") from error
 
-    def command_of(now: Cluster, name: str) -> Command:
-        return cluster_commands(now, model, install)[name]
-
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     try:
-        return asyncio.run(_up(args, cluster, model, node=node, command_of=command_of, logs=logs, left=left))
+        return asyncio.run(
+            _up(
+                args,
+                cluster,
+                model,
+                node=node,
+                command_of=partial(command_of, model=model, install=install),
+                logs=logs,
+                left=left,
+            )
+        )
     except ChildDied as error:
         raise Failure(str(error), 1, error.last_lines) from error
     except (LaunchError, StartTimeout, TryoutFailed) as error:

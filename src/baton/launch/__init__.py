@@ -7,6 +7,7 @@ from baton.launch.cluster_file import (
 from baton.launch.cluster_run import (
     PROXY,
     cluster_commands,
+    command_of,
     default_logs,
     here,
     install_for,
@@ -168,6 +169,7 @@ __all__ = [
     "check_name",
     "check_plan",
     "cluster_commands",
+    "command_of",
     "created_at",
     "dashed",
     "default_logs",

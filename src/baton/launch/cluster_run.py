@@ -32,9 +32,20 @@ def cluster_commands(
     install = install_for(cluster, install)
     environ = environ if len(cluster.nodes) == 1 else {}
     commands = {
-        instance.id: instance_command(cluster, instance, model, install, environ) for instance in cluster.instances
+        instance.id: _engine_command(cluster, instance, model, install, environ) for instance in cluster.instances
     }
     return commands | {PROXY: proxy_command(cluster)}
+
+
+def command_of(
+    cluster: Cluster, name: str, model: ResolvedModel, install: EngineInstall, environ: Mapping[str, str] = os.environ
+) -> Command:
+    """The same for one of them."""
+    if name == PROXY:
+        return proxy_command(cluster)
+    instance = next(each for each in cluster.instances if each.id == name)
+    environ = environ if len(cluster.nodes) == 1 else {}
+    return _engine_command(cluster, instance, model, install_for(cluster, install), environ)
 
 
 def here(cluster: Cluster, node: str) -> tuple[str, ...]:
@@ -69,10 +80,9 @@ def default_logs(environ: Mapping[str, str] = os.environ) -> Path:
     return state_folder(environ) / time.strftime("%Y%m%d-%H%M%S")
 
 
-def instance_command(
+def _engine_command(
     cluster: Cluster, instance: Instance, model: ResolvedModel, install: EngineInstall, environ: Mapping[str, str]
 ) -> Command:
-    """The command of one engine of *cluster*."""
     command = engine_command(_request(cluster, instance), model, install, {**environ, **instance.environ})
     # Who names devices himself, by ids perhaps, is left alone.
     ours = {
