@@ -125,6 +125,26 @@ def test_all_components_together_give_one_servers_text(all_shared: Cluster, one_
     assert all_shared.proxy.metric("baton_prefill_without_ticket_total") == 0
 
 
+def test_steps_of_a_few_sizes_and_shared_components_together_give_one_servers_text(
+    plain: Server, one_servers: dict[str, str], model: Path, logs: Path
+) -> None:
+    """Each replica pads its own steps, and an idle one its dummy step; padded rows are exchanged like true ones."""
+    sizes = {f"{component}_dp_size": 2 for component in COMPONENTS}
+    own = json.dumps({"baton_config": {**sizes, "num_batched_tokens_buckets": [32, 128], "num_seqs_buckets": [2, 8]}})
+    flags = ("--data-parallel-size", "2", "--max-num-batched-tokens", "128", "--additional-config", own)
+    with decoding("static", Engine(flags, side_channels=2), plain, model, logs) as made:
+        (decode,) = made.decode
+        check(made, {name: one_servers[name] for name in FEW}, FEW)
+        # Prompts that it computes itself, beside decodes of the other replica.
+        assert answers(decode.url, FEW, 8) == {name: one_servers[name] for name in FEW}
+        assert weight_bytes(decode) == [computed(COMPONENTS, 1)] * 2
+        for rank in "01":
+            true, padded = (
+                decode.metric(f"baton_step_decode_{name}_total", engine=rank) for name in ("tokens", "padded_tokens")
+            )
+            assert 0 < true < padded
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_one_replica_may_do_all_the_work(all_shared: Cluster, one_servers: dict[str, str], rank: int) -> None:
     for name, prompt in FEW.items():

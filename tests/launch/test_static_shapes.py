@@ -42,7 +42,15 @@ def test_compiling_has_more_time_than_vllm_gives_a_start() -> None:
     assert "VLLM_ENGINE_READY_TIMEOUT_S" not in command().environ
 
 
-@pytest.mark.parametrize(("args", "eager"), [((), True), (("--static-shapes",), False), (configured(**BUCKETS), False)])
+@pytest.mark.parametrize(
+    ("args", "eager"),
+    [
+        ((), True),
+        (("--static-shapes",), False),
+        (configured(**BUCKETS), False),
+        (configured(**BUCKETS, mlp_dp_size=2), True),
+    ],
+)
 def test_steps_of_few_sizes_are_compiled_and_others_are_not(args: tuple[str, ...], eager: bool) -> None:
     assert ("--enforce-eager" in command(*args).argv) is eager
 

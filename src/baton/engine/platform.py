@@ -42,7 +42,7 @@ class BatonCpuPlatform(CpuPlatform):
             drafts.mend()
         if static_shapes.wanted(vllm_config):
             static_shapes.install(vllm_config)
-        # After static shapes: who asks for both is told that they do not go together.
+        # After static shapes, whose worker is then one that does both.
         prepare(vllm_config)
 
     @classmethod

@@ -19,6 +19,7 @@ from baton.engine import (
     NIXL_NAP_US,
     STATIC_SHAPES,
     PushBounds,
+    component_sizes,
     format_cpus,
     own_config,
     static_shapes_asked_for,
@@ -360,6 +361,15 @@ def wants_static_shapes(args: Sequence[str]) -> bool:
         raise LaunchError(str(error)) from error
 
 
+def shares_components(args: Sequence[str]) -> bool:
+    """Whether an engine's flags let its replicas share weights; not so when they are wrong, which is told later."""
+    try:
+        sizes, _ = component_sizes(own_config(json_flag(args, "--additional-config")))
+    except (LaunchError, ValueError):
+        return False
+    return bool(sizes.active)
+
+
 BIDIRECTIONAL = ("BATON_BIDIRECTIONAL_KV", "VLLM_NEURON_BIDIRECTIONAL_KV")
 
 
@@ -390,8 +400,10 @@ def _defaults(
     if install.device == "cpu":
         if "VLLM_CPU_KVCACHE_SPACE" not in environ:
             defaults.append(("--kv-cache-memory-bytes", str(DEFAULT_KV_CACHE_BYTES)))
-        # With static shapes Baton compiles itself, and --enforce-eager would be a wish to leave it.
-        if flag_value(request.vllm_args, "--compilation-config") is None and not wants_static_shapes(request.vllm_args):
+        # With static shapes Baton compiles itself, and --enforce-eager would be a wish to leave it: but for components
+        # that replicas share, which nothing compiles.
+        compiles = wants_static_shapes(request.vllm_args) and not shares_components(request.vllm_args)
+        if flag_value(request.vllm_args, "--compilation-config") is None and not compiles:
             # Inductor takes two minutes on two cores before the first token.
             defaults.append(("--enforce-eager", None))
         if ranks_of(request.vllm_args).local > 1:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from baton.engine.components.prepare import STOCK_WORKER, WORKER, prepare
+from baton.engine.components.prepare import STATIC_WORKER, STOCK_WORKER, WORKER, prepare
 from baton.engine.workarounds import HookGone
 
 LLAMA = {"num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 512, "vocab_size": 320}
@@ -61,6 +61,15 @@ def test_dense_replicas_are_kept_in_one_world_with_workers_of_ours() -> None:
         prepare(made)
         assert made.model_config.model_arch_config.num_experts == 1
         assert (made.parallel_config.is_moe_model, made.parallel_config.worker_cls) == (True, WORKER)
+
+
+def test_with_static_shapes_the_worker_is_one_that_does_both() -> None:
+    from baton.engine.static import setup
+
+    made = config({"mlp_dp_size": 2}, worker_cls=setup.WORKER)
+    for _ in range(2):
+        prepare(made)
+        assert made.parallel_config.worker_cls == STATIC_WORKER
 
 
 def test_a_model_of_experts_keeps_their_number() -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from baton.engine.components.config import EngineFacts, component_problems, component_sizes
 from baton.engine.own_config import own_config
+from baton.engine.static import setup as static
 from baton.engine.workarounds import HookGone
 
 if TYPE_CHECKING:
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
 
 STOCK_WORKER = "vllm.v1.worker.cpu_worker.CPUWorker"
 WORKER = "baton.engine.components.worker.ComponentCpuWorker"
+STATIC_WORKER = "baton.engine.components.static_worker.StaticComponentCpuWorker"
+_OURS = {STOCK_WORKER: WORKER, static.WORKER: STATIC_WORKER}
+"""The worker that is taken instead of another one; for the second, steps have the sizes of static shapes."""
 
 
 def prepare(vllm_config: VllmConfig) -> None:
@@ -48,12 +52,12 @@ def prepare(vllm_config: VllmConfig) -> None:
         raise HookGone("vllm's ModelConfig.is_moe no longer asks for experts: dense replicas cannot share weights")
     vllm_config.parallel_config.is_moe_model = True
     worker = vllm_config.parallel_config.worker_cls
-    if worker not in (STOCK_WORKER, WORKER):
+    if worker not in (*_OURS, *_OURS.values()):
         raise ValueError(
             f"component data parallelism needs its own worker, and this engine's is {worker}: drop what asks for that "
-            "one (--worker-cls, static shapes)"
+            "one (--worker-cls)"
         )
-    vllm_config.parallel_config.worker_cls = WORKER
+    vllm_config.parallel_config.worker_cls = _OURS.get(worker, worker)
 
 
 def _engine(vllm_config: VllmConfig) -> EngineFacts:
