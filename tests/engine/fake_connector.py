@@ -12,7 +12,8 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, KVConnectorRole
 
 SHELF: dict[str, Any] = {}
-"""(layers, blocks, heads, tokens of a block, 2 x head size): the KV cache of a prompt, as its engine left it."""
+"""(layers, blocks, heads, tokens of a block, 2 x head size): the KV cache of a prompt, as its engine left it. What is
+not there fails to come."""
 
 
 @dataclass
@@ -29,6 +30,7 @@ class FakeConnector(KVConnectorBase_V1):
         """Requests whose load was started and has not been reported."""
         self._new: dict[str, list[int]] = {}
         self._done: set[str] = set()
+        self._failed: set[int] = set()
         self._layers: list[Any] = []
 
     # scheduler
@@ -59,13 +61,19 @@ class FakeConnector(KVConnectorBase_V1):
         loads = self._get_connector_metadata()
         assert isinstance(loads, Loads)
         for name, blocks in loads.blocks.items():
-            for layer, kept in zip(self._layers, SHELF[name], strict=True):
+            if name not in SHELF:
+                self._failed |= set(blocks)
+            for layer, kept in zip(self._layers, SHELF.get(name, ()), strict=name in SHELF):
                 layer[blocks] = kept[: len(blocks)]
             self._done.add(name)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         done, self._done = self._done, set()
         return None, done
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        failed, self._failed = self._failed, set()
+        return failed
 
     def wait_for_layer_load(self, *_: Any, **__: Any) -> None: ...
     def save_kv_layer(self, *_: Any, **__: Any) -> None: ...

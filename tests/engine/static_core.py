@@ -21,15 +21,21 @@ TOKENS_OUT = 5
 class Core:
     """One engine, that remembers the rows of its steps and its logits."""
 
-    def __init__(self, model: str, *, static: bool, eager: bool, decodes: bool = False) -> None:
+    def __init__(
+        self, model: str, *, static: bool, eager: bool, decodes: bool = False, ahead: bool = False, tokens: int = 64
+    ) -> None:
         """
         Args:
             decodes: whether it is a decode server that takes KV caches from the fake connector's shelf.
+            ahead: whether a step is scheduled while the one before it runs.
+            tokens: of the longest step.
         """
         from vllm.config import KVTransferConfig
         from vllm.engine.arg_utils import EngineArgs
         from vllm.v1.engine.core import EngineCore
         from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+        from baton.engine.static.setup import ASYNC_SCHEDULER
 
         buckets = {"num_batched_tokens_buckets": [32, 64], "num_seqs_buckets": [1, 4]}
         config = EngineArgs(
@@ -38,7 +44,7 @@ class Core:
             block_size=32,
             max_model_len=256,
             max_num_seqs=4,
-            max_num_batched_tokens=64,
+            max_num_batched_tokens=tokens,
             kv_cache_memory_bytes=1 << 22,
             enable_prefix_caching=False,
             enforce_eager=eager,
@@ -48,10 +54,16 @@ class Core:
                 kv_connector="FakeConnector",
                 kv_connector_module_path="tests.engine.fake_connector",
                 kv_role="kv_consumer",
+                kv_load_failure_policy="recompute",
             )
             if decodes
             else None,
         ).create_engine_config()
+        if ahead:
+            # vLLM's CPU platform takes it back, and its runner asks for CUDA's streams.
+            config.scheduler_config.async_scheduling = True
+            config.scheduler_config.scheduler_cls = ASYNC_SCHEDULER
+            _without_streams()
         self.decodes = decodes
         self.core = EngineCore(config, UniProcExecutor, log_stats=False)
         self.runner: Any = self.core.model_executor.driver_worker.worker.model_runner
@@ -99,8 +111,8 @@ class Core:
                     request.kv_transfer_params = {"do_remote_prefill": True}
                 self.core.structured_output_manager.grammar_init(request)
                 self.core.add_request(request)
-            while self.core.scheduler.has_unfinished_requests():
-                outputs, _ = self.core.step()
+            while self.core.scheduler.has_unfinished_requests() or self.core.batch_queue:
+                outputs, _ = self.core.step_fn()
                 for each in (outputs or {}).values():
                     for output in each.outputs:
                         made[output.request_id] += output.new_token_ids
@@ -115,6 +127,21 @@ class Core:
     def counts(self) -> list[int]:
         made = getattr(self.runner, "graph_counts", None)
         return [made.compiled, made.loaded] if made is not None else [0, 0]
+
+
+def _without_streams() -> None:
+    """Let work on CUDA's streams be done at once, as everything is on a CPU."""
+    import contextlib
+    from types import SimpleNamespace
+
+    import torch
+
+    def idle(*_: Any, **__: Any) -> Any:
+        return SimpleNamespace(**dict.fromkeys(("record", "synchronize", "wait_stream", "wait"), lambda *_: None))
+
+    for name in ("Event", "Stream", "current_stream"):
+        setattr(torch.cuda, name, idle)
+    torch.cuda.stream = lambda _: contextlib.nullcontext()  # type: ignore[assignment, misc]
 
 
 def shelve(stock: Core) -> None:
@@ -151,10 +178,11 @@ def main() -> None:
 
     workarounds.apply(EngineSettings.read(os.environ))
     from tests.e2e import tiny
+    from tests.engine.fake_connector import SHELF
 
     with tempfile.TemporaryDirectory() as folder:
         os.environ["BATON_GRAPH_CACHE"] = f"{folder}/graphs"
-        model = str(tiny.llama(Path(folder) / "model", layers=2, hidden=64, heads=2, kv_heads=1))
+        model = str(tiny.llama(Path(folder) / "model", layers=3, hidden=64, heads=2, kv_heads=1))
         stock = Core(model, static=False, eager=True)
         padded = Core(model, static=True, eager=True)
         told: dict[str, Any] = {
@@ -163,6 +191,8 @@ def main() -> None:
             "padded rows": [*padded.rows],
         }
         told["before any graph"] = stock.answers(LENGTHS, 1)
+        seeded = {"temperature": 1.5, "top_k": 20, "seed": 5}
+        told["seeded in one step"] = Core(model, static=False, eager=True, tokens=128).answers([100], 1, **seeded)
         cores = {"stock": stock, "padded": padded}
         for name in ("graphs", "graphs again")[: int(sys.argv[1])]:
             cores[name] = Core(model, static=True, eager=False)
@@ -174,8 +204,20 @@ def main() -> None:
                 "top-k 1": core.answers(LENGTHS, 4, temperature=0.8, top_k=1),
                 "logprobs": core.answers(LENGTHS, 4, logprobs=2),
                 "grammar": core.answers(LENGTHS, 4, regex="[a-f]{9}"),
-                "seeded": core.answers([20, 20], 2, temperature=1.5, top_k=20, seed=5),
+                "seeded": core.answers([20, 20], 2, **seeded),
+                "seeded in chunks": core.answers([100], 1, **seeded),
                 "widths": sorted({each.shape[1] for each in core.logits}),
+            }
+        if len(cores) > 2:
+            core = Core(model, static=True, eager=False, ahead=True)
+            told["ahead"] = {
+                "one by one": core.answers(LENGTHS, 1),
+                "together": core.answers(LENGTHS, len(LENGTHS)),
+                "top-k 1": core.answers(LENGTHS, 4, temperature=0.8, top_k=1),
+                "grammar": core.answers(LENGTHS, 4, regex="[a-f]{9}"),
+                "rows": sorted(set(core.rows)),
+                "counts": core.counts(),
+                "scheduler": type(core.core.scheduler).__name__,
             }
         shelve(stock)
         # Last, since vLLM keeps one connector a process, which all engines would see.
@@ -191,6 +233,15 @@ def main() -> None:
         decode.decodes, decode.runner._strict = False, False
         decode.rows.clear()
         told["computed without graphs"] = {
+            "one by one": decode.answers(LENGTHS, 1),
+            "together": decode.answers(LENGTHS, len(LENGTHS)),
+            "rows": sorted(set(decode.rows)),
+        }
+        for number in range(0, len(LENGTHS), 2):
+            del SHELF[str(number)]
+        decode.decodes = True
+        decode.rows.clear()
+        told["not all came"] = {
             "one by one": decode.answers(LENGTHS, 1),
             "together": decode.answers(LENGTHS, len(LENGTHS)),
             "rows": sorted(set(decode.rows)),

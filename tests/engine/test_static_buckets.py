@@ -6,7 +6,17 @@ from typing import Any
 
 import pytest
 
-from baton.engine.static.buckets import Sampling, TooLarge, asked_for, powers_of_two, problems, resolve, smallest
+from baton.engine.static.buckets import (
+    Sampling,
+    StaticShapes,
+    TooLarge,
+    asked_for,
+    may_be_padded,
+    powers_of_two,
+    problems,
+    resolve,
+    smallest,
+)
 
 FITS: dict[str, Any] = {"max_tokens": 512, "max_seqs": 8, "max_len": 4096}
 
@@ -37,6 +47,11 @@ def test_a_given_list_is_taken_as_it_is() -> None:
 
 def test_a_step_takes_the_smallest_bucket_that_it_fits_in() -> None:
     assert [smallest(size, (4, 8, 32)) for size in (1, 4, 5, 8, 9, 32)] == [4, 4, 8, 8, 32, 32]
+
+
+def test_a_bucket_next_to_a_smaller_one_is_never_padded() -> None:
+    shapes = StaticShapes(tokens=(6, 32), seqs=(1, 2, 4, 5, 6))
+    assert [may_be_padded(rows, shapes) for rows in (1, 2, 4, 5, 6, 32)] == [False, False, True, False, True, True]
 
 
 def test_a_step_above_the_largest_bucket_is_refused_with_both_sizes() -> None:

@@ -15,7 +15,7 @@ pytest.importorskip("vllm")
 from tests.engine.static_core import LENGTHS
 
 pytestmark = pytest.mark.e2e
-"""It compiles eight graphs: a minute on two quiet cores."""
+"""It compiles eight graphs: a minute on two cores."""
 
 VOCABULARY = 320
 A_TO_F = range(64, 70)
@@ -73,6 +73,23 @@ def test_text_of_a_decode_server_that_computes_prompts_without_graphs_is_the_sto
     assert computed["rows"] == [1, 4, 32, 64]
 
 
+def test_what_failed_to_come_is_computed_on_a_decode_server_and_text_is_the_stock_engines(told: dict[str, Any]) -> None:
+    left = told["not all came"]
+    assert left["one by one"] == told["before any graph"]
+    assert left["together"] == told["before any graph"]
+    # Decodes, and prompts of two sizes, which it has no graph for.
+    assert left["rows"] == [1, 4, 32, 64]
+
+
+@pytest.mark.parametrize("how", ["one by one", "together", "top-k 1"])
+def test_text_of_an_engine_that_schedules_a_step_ahead_is_the_stock_engines(told: dict[str, Any], how: str) -> None:
+    assert told["ahead"]["scheduler"] == "StaticAsyncScheduler"
+    assert told["ahead"][how] == told["stock"]["one by one"]
+    assert told["ahead"]["grammar"] == told["stock"]["grammar"]
+    assert told["ahead"]["rows"] == [1, 4, 32, 64]
+    assert told["ahead"]["counts"] == [0, 8]
+
+
 @pytest.mark.parametrize("engine", ["padded", "graphs", "graphs again"])
 def test_a_grammar_is_kept_to_beside_requests_without_one(told: dict[str, Any], engine: str) -> None:
     assert told[engine]["grammar"] == told["stock"]["grammar"]
@@ -85,8 +102,13 @@ def test_a_seed_gives_the_stock_engines_tokens(told: dict[str, Any]) -> None:
         assert told[engine]["seeded"] == told["stock"]["seeded"]
 
 
+@pytest.mark.parametrize("engine", ["stock", "padded", "graphs", "graphs again"])
+def test_a_seed_gives_the_same_tokens_when_the_prompt_is_computed_in_chunks(told: dict[str, Any], engine: str) -> None:
+    assert told[engine]["seeded in chunks"] == told["seeded in one step"]
+
+
 def test_a_second_start_compiles_nothing(told: dict[str, Any]) -> None:
-    # 64, 32, 4 and 1 rows; heads of 1 and 4 rows, greedy and drawn.
+    # One for all three layers of 64, 32, 4 and 1 rows; heads of 1 and 4 rows, greedy and drawn.
     assert told["graphs"]["counts"] == [8, 0]
     assert told["graphs again"]["counts"] == [0, 8]
 

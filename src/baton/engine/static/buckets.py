@@ -94,6 +94,13 @@ def padded_tokens(
     return smallest(num_tokens, shapes.tokens, "a prefill step")
 
 
+def may_be_padded(rows: int, shapes: StaticShapes, tokens_a_row: int = 1) -> bool:
+    """Whether a step of *rows* tokens may hold fewer true ones: not so when one less would have a bucket of its own."""
+    if rows in shapes.tokens or tokens_a_row > 1:
+        return rows > 1
+    return rows > 1 and rows - 1 not in shapes.seqs
+
+
 def powers_of_two(first: int, last: int) -> tuple[int, ...]:
     """*first*, twice that and so on below *last*, then *last*."""
     made = []

@@ -6,12 +6,13 @@ operation in it, which finds its metadata and KV cache in the forward context: l
 
 Touches, of vllm 0.32: ``layer.cpu_linear`` (model_executor/layers/utils.py ``dispatch_cpu_unquantized_gemm``), a
 closure over a handle to packed weights, which is made an input as well. Of torch 2.13: ``make_fx`` and
-``standalone_compile``.
+``standalone_compile`` and ``AsyncCompile.use_process_pool``.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -78,22 +79,67 @@ class _Call(torch.nn.Module):
         return self.function(self.module, *inputs)
 
 
-def compile_graph(held: Held, function: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> tuple[Any, list[str]]:
-    """A compiled *function* of the module and of tensors shaped as *inputs*.
+def trace(
+    held: Held, function: Callable[..., Any], inputs: Sequence[torch.Tensor]
+) -> tuple[torch.fx.GraphModule, list[str]]:
+    """*function* of the module and of tensors shaped as *inputs*, as a graph of the held tensors and those.
 
     Returns:
-        torch's artifact, called with the held tensors and the inputs, and the names of tensors that are baked into it.
+        the graph, and the names of tensors that are baked into it.
     """
-    from torch._inductor import standalone_compile
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    flat = [*held.tensors, *inputs]
+    bound = _listed(held.bind(function))
     with torch.no_grad():
-        traced = make_fx(_listed(held.bind(function)), tracing_mode="fake", _allow_non_fake_inputs=True)(*flat)
-        baked = _own_tensors(traced)
-        return standalone_compile(
-            traced, flat, dynamic_shapes="from_example_inputs", options={"config_patches": dict(OPTIONS)}, aot=True
-        ), baked
+        traced = make_fx(bound, tracing_mode="fake", _allow_non_fake_inputs=True)(*held.tensors, *inputs)
+    return traced, _own_tensors(traced)
+
+
+def compile_traced(traced: torch.fx.GraphModule, flat: Sequence[torch.Tensor]) -> tuple[Any, list[int]]:
+    """A graph compiled for the shapes of *flat*, its inputs.
+
+    Returns:
+        torch's artifact, and which of the inputs it takes: those that it computes with.
+    """
+    from torch._inductor import standalone_compile
+
+    places = [node for node in traced.graph.nodes if node.op == "placeholder"]
+    used = [index for index, node in enumerate(places) if node.users]
+    for node in places:
+        if not node.users:
+            traced.graph.erase_node(node)
+    traced.recompile()
+    options = {"config_patches": dict(OPTIONS)}
+    with torch.no_grad(), _all_cores():
+        artifact = standalone_compile(
+            traced,
+            [flat[index] for index in used],
+            dynamic_shapes="from_example_inputs",
+            options=options,
+            aot=True,
+            donate_graph_module=True,
+        )
+    return artifact, used
+
+
+@contextlib.contextmanager
+def _all_cores() -> Iterator[None]:
+    """Kernels are compiled beside each other, by threads that wait for the compiler.
+
+    vLLM has one at a time, since its workers may not have children of multiprocessing's (vllm 0.32, platforms/cpu.py,
+    ``TORCHINDUCTOR_COMPILE_THREADS``). Kernels for a CPU need none (torch 2.13, _inductor/async_compile.py
+    ``cpp_pybinding``), and the pool that torch would start for others is kept away.
+    """
+    from torch._inductor import config
+    from torch._inductor.async_compile import AsyncCompile
+
+    stock = vars(AsyncCompile)["use_process_pool"]
+    AsyncCompile.use_process_pool = classmethod(lambda _: False)
+    try:
+        with config.patch(compile_threads=max(len(os.sched_getaffinity(0)), 1)):
+            yield
+    finally:
+        AsyncCompile.use_process_pool = stock
 
 
 def _listed(function: Callable[..., Any]) -> Callable[..., list[torch.Tensor]]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,7 +22,9 @@ from vllm.forward_context import set_forward_context
 from vllm.v1.outputs import SamplerOutput
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
-from baton.engine.static.buckets import StaticShapes, padded_tokens, smallest
+from baton.engine.static.buckets import StaticShapes, may_be_padded, padded_tokens, smallest
+from baton.engine.static.layers import Layers, layers_of
+from baton.engine.static.ops import cut, step_of
 from baton.engine.static.sampling import greedy_head, logits_of, random_head, why_not
 from baton.engine.static.setup import depends_on, graphs_problem, shapes_of
 from baton.engine.static.shop import Graph, Shop
@@ -60,7 +63,9 @@ class StaticModelRunner(CPUModelRunner):
         transfer = vllm_config.kv_transfer_config
         self.phases = phases(transfer.kv_role if transfer is not None else None, os.environ)
         self._strict = os.environ.get(STRICT) == "1"
-        self._bodies: dict[int, Graph] = {}
+        self._bodies: dict[int, Callable[..., list[torch.Tensor]]] = {}
+        self._layers: Layers | None = None
+        self._true_rows = 0
         self._greedy: dict[int, Graph] = {}
         self._random: dict[int, Graph] = {}
         self._hidden: torch.Tensor | None = None
@@ -72,6 +77,7 @@ class StaticModelRunner(CPUModelRunner):
     def _determine_batch_execution_and_padding(
         self, num_tokens: int, num_reqs: int, num_scheduled_tokens_np: Any, max_num_scheduled_tokens: int, **more: Any
     ) -> Any:
+        self._true_rows = num_tokens
         padded = padded_tokens(
             self.shapes,
             num_tokens=num_tokens,
@@ -106,7 +112,8 @@ class StaticModelRunner(CPUModelRunner):
         if self._bodies and input_ids is not None and positions is not None and not more:
             graph = self._bodies.get(len(input_ids))
             if graph is not None:
-                (hidden,) = graph(input_ids, positions)
+                with step_of(self._true_rows):
+                    (hidden,) = graph(input_ids, positions)
                 return hidden
             self._miss(f"a step of {len(input_ids)} tokens has no graph in an engine of {', '.join(self.phases)}")
         return super()._model_forward(input_ids, positions, intermediate_tensors, inputs_embeds, **more)
@@ -156,7 +163,8 @@ class StaticModelRunner(CPUModelRunner):
         inputs = [_padded(hidden, size)]
         if not metadata.all_greedy:
             inputs += self._random_inputs(metadata, rows, size)
-        (tokens,) = graphs[size](*inputs)
+        with step_of(rows):
+            (tokens,) = graphs[size](*inputs)
         return SamplerOutput(tokens[:rows].to(torch.int32).unsqueeze(1), logprobs_tensors=None)
 
     def _random_inputs(self, metadata: Any, rows: int, size: int) -> list[torch.Tensor]:
@@ -190,6 +198,9 @@ class StaticModelRunner(CPUModelRunner):
             logger.info("static shapes: steps are padded and run uncompiled: %s", problem)
             return
         shop = Shop(self.model, depends_on(self.vllm_config))
+        self._layers = layers_of(self.model, shop)
+        if self._layers is None:
+            logger.info("static shapes: the model has no layers that can be called alone: each graph is a whole one")
         wanted = targets(self.shapes, self.phases, self.uniform_decode_query_len)
         since, last = time.perf_counter(), len(wanted)
         for count, target in enumerate(wanted, 1):
@@ -201,6 +212,8 @@ class StaticModelRunner(CPUModelRunner):
             logger.info(
                 "static shapes: graph %d of %d, %s, %.1f s", count, last, target.name, time.perf_counter() - since
             )
+        if self._layers is not None:
+            self._layers.install()
         self.model.compute_logits = self._logits
         counts = shop.counts
         self.graph_counts = counts
@@ -212,11 +225,17 @@ class StaticModelRunner(CPUModelRunner):
         )
 
     def _make(self, shop: Shop, target: Target) -> None:
+        rewrites = (cut,) if may_be_padded(target.rows, self.shapes, self.uniform_decode_query_len) else ()
+        hidden = torch.zeros(target.rows, self.model_config.get_hidden_size(), dtype=self.dtype)
         if target.rows not in self._bodies:
             inputs = [torch.zeros_like(each[: target.rows]) for each in (self.input_ids.gpu, self.positions)]
             # Without metadata attention does nothing.
             with set_forward_context(None, self.vllm_config, num_tokens=target.rows):
-                self._bodies[target.rows] = shop.make("body", body, inputs)
+                if self._layers is None:
+                    self._bodies[target.rows] = shop.make("body", body, inputs, rewrites=rewrites)
+                else:
+                    self._layers.make(inputs[1], hidden, rewrites)
+                    self._bodies[target.rows] = self._by_layers
         rows = 1 if target.phase is Phase.PREFILL else target.bucket
         if self.shapes.sampling is None or rows in self._greedy:
             return
@@ -224,11 +243,14 @@ class StaticModelRunner(CPUModelRunner):
             self._tell("static shapes: with tensor parallel ranks or drafts vLLM samples outside the graph")
             return
         hidden = torch.zeros(rows, self.model_config.get_hidden_size(), dtype=self.dtype)
-        self._greedy[rows] = shop.make("greedy", greedy_head, [hidden])
+        self._greedy[rows] = shop.make("greedy", greedy_head, [hidden], rewrites=rewrites)
         if not self.shapes.sampling.all_greedy:
             more = [torch.ones(rows), torch.ones(rows, dtype=torch.int64), torch.ones(rows)]
             more.append(torch.ones(rows, self._width()))
-            self._random[rows] = shop.make("random", random_head, [hidden, *more])
+            self._random[rows] = shop.make("random", random_head, [hidden, *more], rewrites=rewrites)
+
+    def _by_layers(self, input_ids: torch.Tensor, positions: torch.Tensor) -> list[torch.Tensor]:
+        return [body(self.model, input_ids, positions)]
 
     # telling
 

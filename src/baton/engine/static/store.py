@@ -21,7 +21,7 @@ logger = logging.getLogger("vllm.baton")
 
 FOLDER = "BATON_GRAPH_CACHE"
 INDUCTOR = "TORCHINDUCTOR_CACHE_DIR"
-FORMAT = 1
+FORMAT = 2
 _DIGEST_BYTES = 32
 
 
