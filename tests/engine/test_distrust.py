@@ -21,6 +21,7 @@ from baton.engine.counters import BatonStats
 from baton.engine.held import Claim, Held
 from baton.engine.push import NO, BatonPushWorker
 from baton.engine.schedulers import BatonPullScheduler
+from baton.engine.waiting import RUNG_SECONDS, SHORTEST_SECONDS, Naps
 from baton.engine.workers import BatonPullWorker, LateNotices
 
 
@@ -28,6 +29,7 @@ def scheduler(pinned: set[str] = frozenset(), receiving: set[str] = frozenset())
     made: Any = object.__new__(BatonPullScheduler)
     made._held, made._pinned, made._receiving, made._read_early = Held(), set(pinned), set(receiving), set()
     made._loads, made._kept_blocks, made.stats = {}, {}, BatonStats()
+    made._naps, made._idle, made.naps_itself = Naps(), False, False
     made._heartbeat_req_engine, made._heartbeat_by_engine, made._reqs_not_processed = {}, {}, set()
     return made
 
@@ -68,6 +70,32 @@ def test_a_request_that_was_named_before_it_was_done_is_not_pinned_for_ever() ->
     made.is_bidirectional_kv_xfer_enabled = False
     assert made.request_finished(running, ([1],)) == (False, None)
     assert made._reqs_not_processed == {"running"}
+
+
+# how long the engine may wait for input
+
+
+def test_who_has_something_to_do_does_not_wait() -> None:
+    made = scheduler({"a"})
+    assert made.patience() == 0
+    made._idle = True
+    assert made.patience() == SHORTEST_SECONDS
+    noticed(made, {"a"}, set())
+    assert made.patience() == 0
+
+
+def test_a_push_is_waited_for_until_it_is_rung_for() -> None:
+    made = scheduler(receiving={"b"})
+    made._idle, made._TRANSFER_MODE = True, "push"
+    assert made.patience() == RUNG_SECONDS
+    made.naps_itself = True  # nobody can wake it
+    assert made.patience() == SHORTEST_SECONDS
+
+
+def test_a_read_is_looked_after_often_at_first() -> None:
+    made = scheduler(receiving={"b"})
+    made._idle = True
+    assert made.patience() == SHORTEST_SECONDS
 
 
 def test_what_was_sent_is_not_held_any_more() -> None:
@@ -178,6 +206,15 @@ REGISTRATION = {
     "local_block_ids": ([4],),
     "prompt": [3, b"digest"],
 }
+
+
+def test_notices_are_rung_for_but_for_renewed_leases() -> None:
+    rings: list[None] = []
+    notices = push._Ringing(SimpleNamespace(ring=lambda: rings.append(None)))  # type: ignore[arg-type]
+    notices.put(b"HB:a,b")
+    assert rings == []
+    notices.put(b"d-1:1")
+    assert (len(rings), notices.get_nowait(), notices.get_nowait()) == (1, b"HB:a,b", b"d-1:1")
 
 
 def test_a_push_that_never_comes_is_given_up_in_time() -> None:

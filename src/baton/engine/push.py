@@ -23,6 +23,7 @@ import logging
 import queue
 import threading
 import time
+from collections.abc import Sized
 from concurrent.futures import Future
 from typing import Any
 
@@ -35,6 +36,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.utils import get_base_req
 from baton.engine.bounds import PushBounds
 from baton.engine.held import digest
 from baton.engine.schedulers import Watchful, salt_of
+from baton.engine.waiting import Ringer
 from baton.engine.workers import Counting
 
 logger = logging.getLogger("vllm.baton")
@@ -42,8 +44,15 @@ logger = logging.getLogger("vllm.baton")
 POLL_SECONDS = 0.05
 """How often a worker that has nothing in flight looks for notifications: nobody wakes it for a cancellation."""
 
+AWAITING_POLL_SECONDS = 0.002
+AWAITING_SHARE = 0.01
+"""How often one looks that waits for a push: after two milliseconds, or a hundredth of the wait so far."""
+
 NO = b"BATON-NO:"
 """How a notice begins by which P says that it won't push for a registration that names its ``prompt``: only ours do."""
+
+HEARTBEAT = b"HB:"
+"""How vLLM's notices begin that only renew leases (nixl/base_worker.py, ``_send_heartbeats``): no hurry."""
 
 REMEMBER_SECONDS = 600.0
 """How long a prefill server remembers that a request was cancelled which it has not finished yet."""
@@ -127,10 +136,35 @@ class BatonPushScheduler(Watchful, NixlPushConnectorScheduler):
 
 
 class _Polling(threading.Event):
-    """An event whose waiter looks again by itself."""
+    """An event whose waiter looks again by itself, often while *awaited* is not empty."""
+
+    def __init__(self, awaited: Sized) -> None:
+        super().__init__()
+        self._awaited = awaited
+        self._since = 0.0
+
+    def set(self) -> None:
+        self._since = time.monotonic()
+        super().set()
 
     def wait(self, timeout: float | None = None) -> bool:
-        return super().wait(POLL_SECONDS if timeout is None else timeout)
+        if timeout is None:
+            waited = AWAITING_SHARE * (time.monotonic() - self._since) if len(self._awaited) else POLL_SECONDS
+            timeout = min(max(waited, AWAITING_POLL_SECONDS), POLL_SECONDS)
+        return super().wait(timeout)
+
+
+class _Ringing(queue.Queue[bytes]):
+    """Notices for the worker's main thread, which nobody but the engine core's steps makes run: they are rung for."""
+
+    def __init__(self, ringer: Ringer) -> None:
+        super().__init__()
+        self._ringer = ringer
+
+    def put(self, item: bytes, block: bool = True, timeout: float | None = None) -> None:
+        super().put(item, block, timeout)
+        if not item.startswith(HEARTBEAT):
+            self._ringer.ring()
 
 
 class _Pulse(threading.Event):
@@ -167,7 +201,9 @@ class BatonPushWorker(Counting, NixlPushConnectorWorker):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._bounds = PushBounds.read(args[0].kv_transfer_config.get_from_extra_config)
-        self._push_writer_wake = _Polling()
+        self._ringer = Ringer(self.engine_id)
+        self._push_writer_wake = _Polling(self._recving_metadata)
+        self._pending_completion_notifs = _Ringing(self._ringer)
         self._push_writer_stop = self._pulse = _Pulse(self._bounds.stall_seconds)
         # decode, the main thread's: registrations under way, and those cancelled and unanswered, by request, with the
         # time when each is given up
@@ -253,7 +289,8 @@ class BatonPushWorker(Counting, NixlPushConnectorWorker):
                 self.xfer_stats.add("refused_reads")
                 self._failed_recv_reqs.put(request_id)
             else:
-                self._pending_completion_notifs.put(notice)
+                # Without a ring: this is the step that was rung for.
+                queue.Queue.put(self._pending_completion_notifs, notice)
         made: set[str] = super()._get_new_notifs()
         return made
 
@@ -269,6 +306,7 @@ class BatonPushWorker(Counting, NixlPushConnectorWorker):
             return
         if registration.get("lost"):
             self._lost.put(request_id)
+            self._ringer.ring()
         elif registration.get("cancelled"):
             self._cancel(request_id, registration)
         elif get_base_request_id(request_id) not in self._cancelled_at:
