@@ -184,7 +184,7 @@ def plan(words: Sequence[str]) -> None:
 def doctor(words: Sequence[str]) -> None:
     hosts = fits(words)
     args = parser_of("doctor").parse_all(split(words[1:])[0])
-    said = getattr(args, "on", None)
+    said = getattr(args, "on", None) or (args.host if args.cluster is not None else None)
     if said is not None and said not in hosts:
         raise Wrong(f"{' '.join(words)}: there is no host {said}")
 

@@ -71,6 +71,8 @@ def lay_out_files(folder: Path, page: str, line: int) -> None:
         (block for block in BLOCKS if block.page == page and block.language == "yaml"),
         key=lambda block: (block.line > line, abs(block.line - line)),
     )
+    # A page without one speaks of any; this one has several hosts.
+    (folder / "baton.yaml").write_text((ROOT / "examples" / "neuron-1p1d-hosts.yaml").read_text())
     for block in reversed(near):
         text, value = block.text, yaml.safe_load(block.text)
         for name in ("engines.yaml",) if isinstance(value, list) else ("baton.yaml", "fleet.yaml"):
