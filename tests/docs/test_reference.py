@@ -96,6 +96,20 @@ def test_every_flag_in_a_sections_tables_is_one_of_the_command(title: str) -> No
     assert said - flags == set()
 
 
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_flags_number_by_default_is_in_its_row(name: str) -> None:
+    rows = [row for row in section(SECTIONS[name]).splitlines() if row.startswith("| `")]
+    for action in parser_of(name)._actions:
+        row = next((row for row in rows if set(action.option_strings) & named(FLAG, row.split("|")[1])), None)
+        default = action.default
+        if row is None or isinstance(default, bool) or not isinstance(default, int | float) or default == float("inf"):
+            continue
+        number = f"{default:.10g}"
+        assert re.search(rf"(?<![\d.]){re.escape(number)}(?![\d.]*\d)", row), (
+            f"{action.option_strings[0]} is {number}: {row}"
+        )
+
+
 # --- the cluster file
 
 
