@@ -420,6 +420,15 @@ def _modules(name: str) -> Iterator[Path]:
         yield root / path / "__main__.py"
 
 
+def ip(words: Sequence[str]) -> None:
+    """iproute's, on links, addresses, routes and namespaces; what is to run within one is looked at."""
+    rest = words[2:] if words[:1] == ("-n",) else words
+    if not rest or rest[0] not in ("link", "addr", "route", "netns"):
+        raise Wrong(f"ip {' '.join(words)}: only links, addresses, routes and namespaces are known here")
+    if rest[:2] == ("netns", "exec"):
+        check(Command(tuple(rest[3:])))
+
+
 def script(words: Sequence[str]) -> None:
     """A script that an earlier command of the page has written."""
     if len(words) != 1 or not Path(words[0]).is_file():
@@ -429,6 +438,7 @@ def script(words: Sequence[str]) -> None:
 PROGRAMS: dict[str, Callable[[Sequence[str]], None]] = {
     "baton": baton,
     "curl": curl,
+    "ip": ip,
     "make": make,
     "pip": pip,
     "python": python,

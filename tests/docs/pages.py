@@ -91,6 +91,11 @@ def commands_in(text: str) -> list[Command]:
     for words in _lines(text):
         piped = False
         for part, operator in _parts(words):
+            if part[:1] == ["do"]:
+                del part[0]
+            if part[:1] == ["for"] or part == ["done"]:
+                # What stands between them is looked at once, whatever the loop runs over.
+                continue
             environ: dict[str, str] = {}
             while part and re.match(r"[A-Za-z_]\w*=", part[0]):
                 name, _, value = part.pop(0).partition("=")

@@ -267,6 +267,8 @@ def test_every_link_leads_somewhere() -> None:
         ("python bench/nothing.py", "there is no bench/nothing.py"),
         ("pip install '.[everything]'", "no extra everything"),
         ("BATTON_CACHE=x baton up", "nobody reads the variable BATTON_CACHE"),
+        ("ip netns exec host1 baton up --prefil 2", "did you mean --prefill"),
+        ("ip neigh", "only links"),
         ("kubectl apply", "no program that this test knows"),
     ],
 )
@@ -293,6 +295,8 @@ def test_commands_are_read_as_a_shell_reads_them() -> None:
         Command(("seven",), {}, piped=True),
         Command(("nine", "{\n}")),
     ]
+    loop = "for n in 1 2; do\n  one $n &\ndone\nfor n in 3; do two; done\n"
+    assert [command.words for command in commands_in(loop)] == [("one", "$n"), ("two",)]
     with pytest.raises(ValueError, match="more than a plain command"):
         commands_in("(one)")
     with pytest.raises(ValueError, match="has no end"):
