@@ -121,8 +121,8 @@ def _parser() -> Parser:
         epilog=(
             "examples:\n"
             "  baton plan --prefill 2 --decode 3\n"
-            "  baton plan -f examples/2p3d-hosts.yaml\n"
-            "  baton plan -f examples/2p3d-hosts.yaml --shell --output scripts\n"
+            "  baton plan -f examples/cuda-2p3d-hosts.yaml\n"
+            "  baton plan -f examples/cuda-2p3d-hosts.yaml --output scripts\n"
             "  baton plan --schema > baton.schema.json"
         ),
     )

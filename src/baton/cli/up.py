@@ -260,7 +260,7 @@ def _parser() -> Parser:
             "  baton up --prompt 'Count the number 1, 2, 3'\n"
             "  baton up ./my-model --decode 2 -- --max-num-seqs 8\n"
             "  baton up -f examples/2p3d.yaml\n"
-            "  baton up -f examples/neuron-2p3d-hosts.yaml --host NAME"
+            "  baton up -f examples/neuron-2p3d-hosts.yaml --host p0"
         ),
     )
     add_cluster_flags(parser)
