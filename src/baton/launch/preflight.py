@@ -10,7 +10,7 @@ import os
 import resource
 import socket
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from baton.launch.devices import EngineInstall, nixl_version
 from baton.launch.fits import check_alone, check_fits
 from baton.launch.heads import block_problem, heads_problem, sizes_problem
 from baton.launch.model_config import read_config
+from baton.launch.planned import kinds_of
 from baton.launch.ports import claims_of, means_here, peer_nodes
 from baton.launch.problem import Problem
 from baton.launch.shapes import experts_problem, ranks_of, side_channels
@@ -126,11 +127,12 @@ def check_plan(
         local_model: whether the model's files are on this disk.
     """
     commands, install = list(commands), install_for(cluster, install)
-    problems = check_shape(commands, install, local_model=local_model)
-    problems += check_components(commands, install, local_model=local_model)
+    kinds = [command for _, command in kinds_of(cluster, commands)]
+    problems = check_shape(kinds, install, local_model=local_model)
+    problems += check_components(kinds, install, local_model=local_model)
     if local_model:
-        problems += check_experts(commands, install)
-    problems += check_static_shapes(commands, install)
+        problems += check_experts(kinds, install)
+    problems += check_static_shapes(kinds, install)
     problems += [Problem(what, words=True) for what in check_speculative(cluster)]
     problems += check_roles(cluster, commands)
     problems += check_fits(cluster, commands, install.device)
@@ -256,14 +258,14 @@ def check_components(commands: Iterable[Command], install: EngineInstall, *, loc
     return [Problem(what, words=True) for what in found]
 
 
-def check_roles(cluster: Cluster, commands: Iterable[Command]) -> list[Problem]:
+def check_roles(cluster: Cluster, commands: Sequence[Command]) -> list[Problem]:
     """A problem for each pair of tensor parallel sizes between which no KV cache can be handed over.
 
     Args:
         commands: of *cluster*'s instances, in their order.
     """
     sizes: dict[Role, set[int]] = {Role.PREFILL: set(), Role.DECODE: set()}
-    for instance, command in zip(cluster.instances, commands, strict=True):
+    for instance, command in kinds_of(cluster, commands):
         sizes[instance.role].add(ranks_of(command.argv).tensor)
     pairs = itertools.product(sorted(sizes[Role.PREFILL]), sorted(sizes[Role.DECODE]))
     return [Problem(what, words=True) for pair in pairs if (what := sizes_problem(*pair))]
