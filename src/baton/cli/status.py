@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import orjson
 from rich.console import Console
 from rich.live import Live
 from rich.markup import escape
@@ -55,7 +55,7 @@ def run(words: Sequence[str]) -> int:
         return _watch(look, as_json=args.json)
     seen = look()
     if args.json:
-        print(json.dumps(seen))
+        print(orjson.dumps(seen).decode())
     else:
         console().print(shown(seen))
     return 0 if well(seen) else 1
@@ -68,7 +68,7 @@ def _watch(look: Any, *, as_json: bool) -> int:
         while True:
             seen, now = look(), time.monotonic()
             if as_json:
-                print(json.dumps(seen), flush=True)
+                print(orjson.dumps(seen).decode(), flush=True)
             else:
                 live.update(shown(seen, before, now - at), refresh=True)
             before, at = seen, now
