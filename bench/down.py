@@ -9,20 +9,20 @@ from __future__ import annotations
 
 import argparse
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
-import time
+from collections.abc import Callable
 from pathlib import Path
 
+from bench.timing import HEAD, Round, row, timed
 from tests.ports import free_ports
 
 BATON = (sys.executable, "-m", "baton.cli")
 
 
-def down(folder: str, *, crashed: bool) -> float:
-    """Seconds of one `baton down`."""
+def down(folder: str, *, crashed: bool) -> Round:
+    """One `baton down`."""
     ports = ",".join(map(str, free_ports(5)))
     words = [sys.executable, "-m", "tests.launch.processes", "up", "default", folder, ports]
     environ = {**os.environ, "XDG_STATE_HOME": folder}
@@ -32,22 +32,27 @@ def down(folder: str, *, crashed: bool) -> float:
         if crashed:
             up.kill()
             up.wait()
-        started = time.perf_counter()
-        subprocess.run([*BATON, "down"], env=environ, stdout=subprocess.DEVNULL, check=True)
-        seconds = time.perf_counter() - started
+        (found,) = timed(
+            lambda: subprocess.run([*BATON, "down"], env=environ, stdout=subprocess.DEVNULL, check=True), 1
+        )
     assert not list((Path(folder) / "baton" / "clusters").iterdir())
-    return seconds
+    return found
+
+
+def command(*words: str) -> Callable[[], object]:
+    return lambda: subprocess.run([sys.executable, *words], check=True)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
-    print("| seconds | p50 | max |\n| --- | --- | --- |")
+    print(f"seconds\n\n{HEAD}")
+    print(row("Python and imports", timed(command("-c", "import baton.cli.down"), args.rounds)))
     with tempfile.TemporaryDirectory() as folder:
         for what, crashed in (("its supervisor runs", False), ("its supervisor was killed", True)):
             found = [down(folder, crashed=crashed) for _ in range(args.rounds)]
-            print(f"| `baton down`, {what} | {statistics.median(found):.2f} | {max(found):.2f} |")
+            print(row(f"`baton down`, {what}", found))
     return 0
 
 

@@ -4,7 +4,7 @@
 Two files: one for Trainium with a model that is nowhere on this disk, one for CPU with a model that is, whose memory is
 estimated and whose config is checked.
 
-usage: python bench/plan.py [--hosts 64] [--engines 16] [--rounds 5] [--profile]
+usage: python -m bench.plan [--hosts 64] [--engines 16] [--rounds 5] [--profile]
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import cProfile
 import io
 import json
 import pstats
-import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from bench.timing import HEAD, row, timed
 
 from baton.cli import main as baton
 from baton.models import resolve
@@ -52,20 +52,6 @@ def files(hosts: int, engines: int) -> dict[str, dict[str, Any]]:
     }
 
 
-def timed(work: Callable[[], object], rounds: int) -> list[float]:
-    """Seconds of each round."""
-    found = []
-    for _ in range(rounds):
-        started = time.perf_counter()
-        work()
-        found.append(time.perf_counter() - started)
-    return found
-
-
-def row(what: str, found: list[float]) -> str:
-    return f"| {what} | {statistics.median(found):.2f} | {max(found):.2f} |"
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hosts", type=int, default=64)
@@ -84,7 +70,7 @@ def main() -> int:
                 print(f"\n{name}")
                 profile(["plan", "-f", str(path), "--json"])
             return 0
-        print(f"{args.hosts} hosts with {args.engines} engines each\n\n| seconds | p50 | max |\n| --- | --- | --- |")
+        print(f"{args.hosts} hosts with {args.engines} engines each\n\nseconds\n\n{HEAD}")
         print(row("Python and imports", timed(command("-c", "import baton.cli.plan"), args.rounds)))
         for name, path in paths.items():
             file = ("-m", "baton.cli", "plan", "-f", str(path))

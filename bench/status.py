@@ -15,7 +15,6 @@ import contextlib
 import json
 import os
 import resource
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -26,6 +25,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import orjson
+from bench.timing import HEAD, Round, row, timed
 from tests.ports import free_ports, free_range
 
 from baton.cluster import Cluster, Instance, Role
@@ -131,21 +131,6 @@ def wait_for(url: str, good: Callable[[Any], bool]) -> None:
         time.sleep(0.2)
 
 
-def timed(work: Callable[[], object], rounds: int) -> list[float]:
-    """Milliseconds of each round."""
-    found = []
-    for _ in range(rounds):
-        started = time.perf_counter()
-        work()
-        found.append(1000 * (time.perf_counter() - started))
-    return found
-
-
-def row(what: str, found: list[float]) -> str:
-    ordered = sorted(found)
-    return f"| {what} | {statistics.median(found):.0f} | {ordered[-1]:.0f} |"
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--instances", type=int, default=1000)
@@ -177,6 +162,9 @@ def main() -> int:
 
 
 def report(url: str, environ: dict[str, str], rounds: int) -> None:
+    def shown(what: str, found: list[Round]) -> str:
+        return row(what, found, 1000, 0)
+
     def record() -> ClusterRecord:
         found = load("default", environ)
         assert found is not None
@@ -195,18 +183,18 @@ def report(url: str, environ: dict[str, str], rounds: int) -> None:
     states = {(row["state"], (row["proxy"] or {"usable": True})["usable"]) for row in seen["processes"]}
     assert states == {("ready", True)}, states
     print(f"{len(seen['processes'])} processes\n")
-    print("| median and slowest, ms | p50 | max |\n| --- | --- | --- |")
-    print(row("reading the record", timed(record, rounds)))
-    print(row("the answer: record, supervisor, proxy, JSON", timed(own, rounds)))
-    print(row("the answer of `--proxy URL`", timed(fleet, rounds)))
-    print(row("Python's start", timed(command(sys.executable, "-c", "pass"), rounds)))
+    print(f"milliseconds\n\n{HEAD}")
+    print(shown("reading the record", timed(record, rounds)))
+    print(shown("the answer: record, supervisor, proxy, JSON", timed(own, rounds)))
+    print(shown("the answer of `--proxy URL`", timed(fleet, rounds)))
+    print(shown("Python's start", timed(command(sys.executable, "-c", "pass"), rounds)))
     print(
         row("that and the command's imports", timed(command(sys.executable, "-c", "import baton.cli.status"), rounds))
     )
-    print(row("`baton status --json`, all of it", timed(command(*BATON, "status", "--json"), rounds)))
-    print(row("`baton status`, all of it", timed(command(*BATON, "status"), rounds)))
+    print(shown("`baton status --json`, all of it", timed(command(*BATON, "status", "--json"), rounds)))
+    print(shown("`baton status`, all of it", timed(command(*BATON, "status"), rounds)))
     proxied = command(*BATON, "status", "--proxy", url, "--json")
-    print(row("`baton status --proxy URL --json`, all of it", timed(proxied, rounds)))
+    print(shown("`baton status --proxy URL --json`, all of it", timed(proxied, rounds)))
 
 
 if __name__ == "__main__":
