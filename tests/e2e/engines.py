@@ -17,9 +17,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
-from baton.launch.leftovers import session_alive, shared_memory_of
+from baton.launch.leftovers import session_alive, session_members, shared_memory_of
 from baton.launch.phases import reason_of
 
 START_SECONDS = 400
@@ -157,3 +158,8 @@ def eventually(read: Callable[[], Any], expected: Any, seconds: float = 120.0) -
     while (value := read()) != expected and time.monotonic() < deadline:
         time.sleep(0.1)
     return value
+
+
+def memory_of(session: int) -> int:
+    """Bytes that the processes of a session take; pages that several share count once (PSS)."""
+    return sum(int(psutil.Process(pid).memory_full_info().pss) for pid in session_members(session))

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from baton.cluster import Cluster, Instance, Role
-from baton.launch import ChildDied, LaunchError, ProxyRefused, Supervisor
+from baton.launch import ChildDied, Command, LaunchError, Problem, ProxyClient, ProxyRefused, Supervisor
 from baton.launch.control import ControlFailed, ask_change, ask_status, listening
 from baton.launch.down import take_down
 from baton.launch.observe import gauges, observe
@@ -150,6 +150,24 @@ def test_a_server_for_which_there_is_no_room_changes_nothing(tmp_path: Path) -> 
     with_kept(work, tmp_path)
 
 
+def test_a_server_for_which_there_is_no_memory_is_not_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work(operator: Operator, said: list[str]) -> None:
+        looked: list[Command] = []
+
+        def room(commands: list[Command]) -> list[Problem]:
+            looked.extend(commands)
+            return [Problem("too little memory")]
+
+        monkeypatch.setattr(operator, "_room", room)
+        with pytest.raises(LaunchError, match="too little memory"):
+            await operator.scale({Role.DECODE: 3}, said.append)
+        ports = [str(next_instance(operator.cluster, Role.DECODE, []).port + number) for number in (0, 1)]
+        assert [command.argv[-1] for command in looked] == ports
+        assert len(operator.supervisor.children) == 3
+
+    with_kept(work, tmp_path)
+
+
 def test_what_the_proxy_refuses_is_stopped_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def work(operator: Operator, said: list[str]) -> None:
         async def refuse(*_: Any) -> None:
@@ -190,6 +208,31 @@ def test_a_drained_instance_is_shown_as_such(tmp_path: Path) -> None:
         assert [each["usable"] for each in await operator._proxy.instances()] == [True, False]
         await operator.restart(["D0"], said.append)
         assert row(operator, "D0")["state"] == "ready"
+
+    with_kept(work, tmp_path)
+
+
+def test_a_proxy_that_is_started_again_knows_who_is_drained(tmp_path: Path) -> None:
+    async def work(operator: Operator, said: list[str]) -> None:
+        await operator.scale({Role.DECODE: 2}, said.append)
+        await operator.drain(["D0"], said.append)
+        usable = [True, False, True]
+        await operator.restart(["proxy"], said.append)
+        assert [each["usable"] for each in await operator._proxy.instances()] == usable
+        proxy = operator.supervisor.child("proxy")
+        assert proxy is not None
+        os.kill(proxy.process.pid, signal.SIGKILL)
+        await until(lambda: row(operator, "proxy")["pid"] not in (None, proxy.process.pid))
+
+        async def knows() -> bool:
+            with contextlib.suppress(ProxyRefused):
+                return [each["usable"] for each in await operator._proxy.instances()] == usable
+            return False
+
+        async with asyncio.timeout(60):
+            while not await knows():
+                await asyncio.sleep(0.02)
+        assert row(operator, "D0")["state"] == "draining"
 
     with_kept(work, tmp_path)
 
@@ -281,6 +324,10 @@ def test_what_a_killed_supervisor_leaves_is_taken_over(tmp_path: Path) -> None:
     # One of them ended while nobody looked.
     gone = next(each for each in left.processes if each.name == "D0")
     os.kill(gone.pid, signal.SIGKILL)
+    # Both were drained by the one that was killed: P0 as asked, D0 to be restarted.
+    drained = ProxyClient.of(left.cluster, {})
+    for each in left.cluster.instances:
+        asyncio.run(drained.drain(each.url, 1.0))
 
     async def go() -> None:
         await until(lambda: not runs(gone))
@@ -289,12 +336,21 @@ def test_what_a_killed_supervisor_leaves_is_taken_over(tmp_path: Path) -> None:
             await operator.begin(left.alive)
             await supervisor.until_ready(60)
             operator.write()
+            assert {each["id"]: each["state"] for each in operator.status()} == {
+                "P0": "draining",
+                "D0": "ready",
+                "proxy": "ready",
+            }
+            assert {each["role"]: each["usable"] for each in await drained.instances()} == {
+                "prefill": False,
+                "decode": True,
+            }
             pids = {each.name: each.pid for each in left.processes}
             assert {each["id"] for each in operator.status() if each["pid"] == pids[each["id"]]} == {"P0", "proxy"}
             # Those that were taken over are watched as well.
             keep = asyncio.create_task(operator.keep())
             os.kill(pids["P0"], signal.SIGKILL)
-            await until(lambda: row(operator, "P0")["boots"] == 2 and row(operator, "P0")["state"] == "ready")
+            await until(lambda: row(operator, "P0")["boots"] == 2 and row(operator, "P0")["state"] == "draining")
             keep.cancel()
             await asyncio.gather(keep, return_exceptions=True)
             alive = stored(tmp_path)

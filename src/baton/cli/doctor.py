@@ -12,7 +12,7 @@ from rich.text import Text
 
 from baton.cli.cluster_flags import add_cluster_flags, planned_cluster, split
 from baton.cli.parser import Failure, Parser, seconds
-from baton.cli.plan import find_model
+from baton.cli.planning import find_model
 from baton.cluster import THIS_HOST, Cluster
 from baton.launch import (
     ClusterFileError,

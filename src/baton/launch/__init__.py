@@ -82,6 +82,7 @@ from baton.launch.preflight import (
     available_bytes,
     check_cluster,
     check_engine,
+    check_memory,
     check_plan,
     estimates,
 )
@@ -166,6 +167,7 @@ __all__ = [
     "bidirectional_asked",
     "check_cluster",
     "check_engine",
+    "check_memory",
     "check_name",
     "check_plan",
     "cluster_commands",

@@ -109,7 +109,7 @@ async def ask_status(record: ClusterRecord) -> list[dict[str, Any]]:
         ControlFailed: it cannot be asked.
     """
     async with _session(record, STATUS_SECONDS) as session, _asked(record), session.get("http://up/status") as response:
-        rows: list[dict[str, Any]] = (await response.json())["processes"]
+        rows: list[dict[str, Any]] = orjson.loads(await response.read())["processes"]
         return rows
 
 

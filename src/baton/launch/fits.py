@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from baton.cluster import Cluster, Role
-from baton.launch.commands import Command, flag_value, without_flag
+from baton.launch.commands import Command, flag_value
 from baton.launch.model_config import read_config
 from baton.launch.planned import (
     HYBRID_OFF,
@@ -27,6 +27,7 @@ from baton.launch.planned import (
     hybrid_off,
     is_hybrid,
     is_mla,
+    kinds_of,
     length,
     names,
     tensor_parallel,
@@ -43,14 +44,9 @@ def check_fits(cluster: Cluster, commands: Sequence[Command], device: str) -> li
     Args:
         commands: of its instances, in their order.
     """
-    engines = tuple(Planned.of(*each) for each in zip(cluster.instances, commands, strict=True))
-    config = read_config(Path(engines[0].model))
-    # Checks look at every pair; engines that differ in their ports alone need one look.
-    kinds: dict[tuple[object, ...], Planned] = {}
-    for each in engines:
-        own = each.id if each.transfer.get("engine_id") else None
-        kinds.setdefault((own, each.role, each.model, _portless(each.args), str(each.transfer)), each)
-    return problems(Plan(tuple(kinds.values()), config, device))
+    # Checks look at every pair; engines that are alike need one look.
+    engines = tuple(Planned.of(*each) for each in kinds_of(cluster, commands))
+    return problems(Plan(engines, read_config(Path(engines[0].model)), device))
 
 
 def check_alone(command: Command, device: str) -> list[Problem]:
@@ -245,12 +241,6 @@ CHECKS: tuple[Check, ...] = (
 
 ALONE: tuple[Check, ...] = (write_mode_is_one_way, pipelines)
 """Those that look at one engine at a time."""
-
-
-def _portless(args: Sequence[str]) -> tuple[str, ...]:
-    for name in ("--port", "--host", "--additional-config"):
-        args = without_flag(args, name)
-    return tuple(args)
 
 
 def _same(plan: Plan, name: str, value: Callable[[Planned], str | None], why: str) -> Iterator[Problem]:

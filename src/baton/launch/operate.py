@@ -21,7 +21,8 @@ from baton.launch.errors import LaunchError
 from baton.launch.phases import STARTING
 from baton.launch.ports import claims_of, instance_claims
 from baton.launch.preflight import check_ports
-from baton.launch.proxy_client import ProxyClient
+from baton.launch.problem import Problem
+from baton.launch.proxy_client import ProxyClient, ProxyRefused
 from baton.launch.record import ClusterRecord, ProcessRecord, created_at, save
 from baton.launch.rotation import rotate
 from baton.launch.shapes import ranks_of, side_channels
@@ -87,6 +88,7 @@ class Operator:
         command_of: the command of a process by its name, in the cluster as it is then.
         proxy: of the cluster.
         environ: where the record lies.
+        room: what keeps the commands of more engines from being started here.
     """
 
     def __init__(
@@ -98,6 +100,7 @@ class Operator:
         *,
         keeping: Keeping,
         environ: Mapping[str, str],
+        room: Callable[[list[Command]], list[Problem]] = lambda _: [],
     ) -> None:
         self.supervisor = supervisor
         self.record = record
@@ -105,6 +108,7 @@ class Operator:
         self._proxy = proxy
         self._keeping = keeping
         self._environ = environ
+        self._room = room
         self._fortunes: dict[str, Fortune] = {}
         # One change at a time; looking is always allowed.
         self._change = asyncio.Lock()
@@ -131,6 +135,8 @@ class Operator:
             await self.supervisor.start(name, self._command_of(self.cluster, name), probe, phase, boots)
             self.write()
         self.write()
+        if left:
+            await self._recall_drained(known)
 
     def write(self) -> None:
         """Bring the record on disk up to date."""
@@ -201,6 +207,8 @@ class Operator:
             # Whether it dies on the way is seen by keep(), which buries it.
             with contextlib.suppress(ChildDied):
                 await self._until_ready(child)
+                if name == PROXY:
+                    await self._drain_again()
 
         task = asyncio.create_task(revive())
         self._reviving[name] = task
@@ -252,10 +260,10 @@ class Operator:
 
     def status(self) -> list[dict[str, Any]]:
         """What is known here of each process: its name, what it does, since when, and how it fared."""
-        rows = []
+        rows, children = [], {each.name: each for each in self.supervisor.children}
         engines = {each.id: each for each in self.cluster.instances}
         for name in here(self.cluster, self.record.node):
-            endpoint, child, fortune = engines.get(name), self.supervisor.child(name), self.fortune(name)
+            endpoint, child, fortune = engines.get(name), children.get(name), self.fortune(name)
             rows.append(
                 {
                     "id": name,
@@ -310,6 +318,8 @@ class Operator:
         grown = ordered((*self.cluster.instances, *fresh))
         claims = [claim for each in fresh for claim in instance_claims(each)]
         problems = check_ports((claim.host, claim.port, claim.owner) for claim in claims)
+        larger = self.cluster.model_copy(update={"instances": grown})
+        problems += self._room([self._command_of(larger, each.id) for each in fresh])
         if problems:
             raise LaunchError("; ".join(problem.what for problem in problems))
         before = self.cluster.instances
@@ -355,6 +365,7 @@ class Operator:
                 say(f"{instance.id} serves again")
             if PROXY in names:
                 await self._restart(PROXY, say)
+                await self._drain_again()
                 say("the proxy serves again")
 
     async def _restart(self, name: str, say: Say) -> None:
@@ -376,6 +387,26 @@ class Operator:
             say(f"{instance.id} has nothing under way")
         else:
             say(f"{instance.id} is not done after {self._keeping.drain_seconds:g} s: what is left is cut off")
+
+    async def _drain_again(self) -> None:
+        """Tell a proxy that was started anew who is to get nothing."""
+        for each in self.cluster.on(self.record.node):
+            if self.fortune(each.id).draining:
+                with contextlib.suppress(ProxyRefused):
+                    await self._proxy.drain(each.url, 0.0)
+
+    async def _recall_drained(self, left: Mapping[str, ProcessRecord]) -> None:
+        """Find out from a proxy that is older than this supervisor who is to get nothing.
+
+        One that was drained to be restarted, and is not among those *left*, is taken back: it has been started anew.
+        """
+        with contextlib.suppress(ProxyRefused):
+            drained = {row["url"] for row in await self._proxy.instances() if row.get("draining")}
+            for each in self.cluster.on(self.record.node):
+                if each.url in drained and each.id not in left:
+                    await self._proxy.add(as_endpoint(each))
+                else:
+                    self.fortune(each.id).draining = each.url in drained
 
     async def _stop(self, name: str) -> int:
         """End a process, or the plan to start it; how often it was started."""

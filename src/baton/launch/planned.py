@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from baton.cluster import Instance, Role
+from baton.cluster import Cluster, Instance, Role
 from baton.launch.commands import Command, flag_value
 from baton.launch.shapes import ranks_of
 
@@ -88,6 +88,23 @@ class Plan:
 
     def pairs(self) -> Iterable[tuple[Planned, Planned]]:
         return product(self.of_role(Role.PREFILL), self.of_role(Role.DECODE))
+
+
+def kinds_of(cluster: Cluster, commands: Sequence[Command]) -> list[tuple[Instance, Command]]:
+    """One engine of each kind, in their order: those that differ in nothing but where they are, are looked at once.
+
+    Engines that are given a name of their own are told apart: it may be the same one.
+
+    Args:
+        commands: of *cluster*'s instances, in their order.
+    """
+    found: dict[tuple[object, ...], tuple[Instance, Command]] = {}
+    for each in zip(cluster.instances, commands, strict=True):
+        instance, _ = each
+        named = instance.id if any("engine_id" in word for word in instance.engine_args) else None
+        key = (named, instance.role, instance.engine_args, *sorted(instance.environ.items()))
+        found.setdefault(key, each)
+    return list(found.values())
 
 
 def names(engine: Planned) -> list[str]:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import aiohttp
+import orjson
 
 from baton.cluster import Cluster, Endpoint
 from baton.launch.commands import flag_value
@@ -91,8 +92,8 @@ class ProxyClient:
                 if response.status >= 300:
                     said = (await response.text())[:300]
                     raise ProxyRefused(f"the proxy answered {response.status} to {method} {path}: {said}")
-                return await response.json() if response.status != 204 else None
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+                return orjson.loads(await response.read()) if response.status != 204 else None
+        except (aiohttp.ClientError, TimeoutError, OSError, orjson.JSONDecodeError) as error:
             raise ProxyRefused(f"the proxy at {self.url} cannot be asked: {error or type(error).__name__}") from error
 
 
