@@ -15,6 +15,7 @@ from baton.cluster import Cluster, Device, Role, TransferMode
 from baton.launch import (
     STATIC_SHAPES_FLAG,
     Flags,
+    LaunchError,
     PlanRequest,
     RoleFlags,
     available_cpus,
@@ -133,6 +134,38 @@ def planned_cluster(args: argparse.Namespace, words_after: Sequence[str] = ()) -
             **{name: value for name, value in (given | travel).items() if value is not None},
         )
     )
+
+
+def planned_share(args: argparse.Namespace, words_after: Sequence[str] = ()) -> tuple[Cluster, str | None]:
+    """The whole plan, and the one of its hosts that --host names; None when it names none.
+
+    A --host that a file with one host does not have is where everything listens, as without a file.
+
+    Raises:
+        LaunchError: --host is none of several hosts, or see :func:`planned_cluster`.
+    """
+    host, args.host = args.host, None if args.cluster else args.host
+    cluster = planned_cluster(args, words_after)
+    hosts = hosts_of(cluster)
+    if args.cluster is None or host is None:
+        return cluster, None
+    if host in hosts:
+        return cluster, host
+    if len(hosts) > 1:
+        raise LaunchError(none_named(args.cluster, hosts, f"--host {host} is none of them"))
+    args.host = host
+    cluster = planned_cluster(args, words_after)
+    return cluster, cluster.proxy_node
+
+
+def hosts_of(cluster: Cluster) -> tuple[str, ...]:
+    """All that anything runs on, those of engines first."""
+    return tuple(dict.fromkeys((*cluster.nodes, cluster.proxy_node)))
+
+
+def none_named(file: str, hosts: Sequence[str], what: str) -> str:
+    """What is said when it is not clear which of several hosts this is."""
+    return f"{file} plans {len(hosts)} hosts ({', '.join(hosts[:4])}): {what}"
 
 
 def split(words: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:

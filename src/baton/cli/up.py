@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from baton.cli.cluster_flags import add_cluster_flags, planned_cluster, split
+from baton.cli.cluster_flags import add_cluster_flags, hosts_of, none_named, planned_share, split
 from baton.cli.parser import Failure, Parser, count, seconds
 from baton.cli.show import Progress
 from baton.cluster import Cluster
@@ -139,20 +139,11 @@ def _share(args: argparse.Namespace, words_after: Sequence[str]) -> tuple[Cluste
     Raises:
         LaunchError: engines are planned for several hosts, and none of them was named.
     """
-    host, args.host = args.host, None if args.cluster else args.host
-    cluster = planned_cluster(args, words_after)
-    hosts = tuple(dict.fromkeys((*cluster.nodes, cluster.proxy_node)))
-    if args.cluster is not None and host is not None:
-        if host in hosts:
-            return cluster, host
-        if len(hosts) == 1:
-            args.host = host
-            cluster = planned_cluster(args, words_after)
-            return cluster, cluster.proxy_node
-    if len(hosts) > 1:
-        named = f"--host {host} is none of them" if host is not None else "name the one that this is with --host"
-        raise LaunchError(f"{args.cluster} plans {len(hosts)} hosts ({', '.join(hosts[:4])}): {named}")
-    return cluster, hosts[0]
+    cluster, node = planned_share(args, words_after)
+    hosts = hosts_of(cluster)
+    if node is None and len(hosts) > 1:
+        raise LaunchError(none_named(args.cluster, hosts, "name the one that this is with --host"))
+    return cluster, node or hosts[0]
 
 
 async def _up(
