@@ -44,10 +44,11 @@ class Server:
     port: int
     log: Path
     segments: set[Path] = field(default_factory=set)
+    host: str = "127.0.0.1"
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://{self.host}:{self.port}"
 
     def wait_healthy(self, path: str = "/health") -> None:
         deadline = time.monotonic() + START_SECONDS

@@ -16,6 +16,7 @@ import httptools
 
 from baton.http.messages import Header, first
 from baton.http.outbox import Buffer, Outbox
+from baton.http.watch import watch_peer
 
 HEAD_BYTES = 256 << 10
 """Of a response's head, of its trailers, and of what stands between two pieces of its body."""
@@ -311,6 +312,7 @@ class ClientConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # uvloop's transports are no subclass of asyncio's.
         self._transport = cast(asyncio.Transport, transport)
+        watch_peer(transport)
 
     def data_received(self, data: bytes) -> None:
         if self._complete:

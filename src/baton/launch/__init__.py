@@ -66,6 +66,9 @@ from baton.launch.findings import (
     Verdict,
     exit_code,
 )
+from baton.launch.machine import (
+    addresses_here,
+)
 from baton.launch.observe import (
     observe,
     observe_proxy,
@@ -77,6 +80,9 @@ from baton.launch.operate import (
 from baton.launch.plan import (
     PlanRequest,
     plan,
+)
+from baton.launch.ports import (
+    node_at,
 )
 from baton.launch.preflight import (
     available_bytes,
@@ -156,6 +162,7 @@ __all__ = [
     "Verdict",
     "Wish",
     "addresses",
+    "addresses_here",
     "as_shell",
     "as_text",
     "as_value",
@@ -189,6 +196,7 @@ __all__ = [
     "known_names",
     "listening",
     "load",
+    "node_at",
     "observe",
     "observe_proxy",
     "plan",

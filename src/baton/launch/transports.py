@@ -16,6 +16,11 @@ CPU_TLS = "^posix,sysv"
 """On CPU: all but shared memory, in pieces of which UCX would move a part of what cross-memory attach moves faster."""
 CPU_THREADS = 1
 """Of NIXL, on CPU: vLLM's 4 poll on cores that compute, and move nothing faster (docs/performance.md)."""
+UCX_TCP_USER_TIMEOUT = "UCX_TCP_USER_TIMEOUT"
+TCP_SECONDS = 20
+"""How long what was sent over TCP may stay unacknowledged before a transfer fails. UCX leaves it to the kernel, which
+gives up after a quarter of an hour (Linux, tcp_retries2); a peer that is silent it finds in 16 s itself (UCX 1.20,
+UCX_TCP_KEEPIDLE and its like). Less than a lease (30 s)."""
 
 
 def extra_config(asked: Transport, given: Mapping[str, Any], device: str) -> dict[str, Any]:
@@ -66,9 +71,9 @@ def environ(asked: Transport, config: Mapping[str, Any], device: str, given: Map
                 f"--ucx-tls {asked.ucx_tls} is for backend UCX, and this engine uses {', '.join(backends)}"
             )
         return {}
-    if asked.ucx_tls is not None:
-        return {UCX_TLS: asked.ucx_tls}
-    return {UCX_TLS: CPU_TLS} if device == "cpu" and UCX_TLS not in given else {}
+    defaults = {UCX_TCP_USER_TIMEOUT: f"{TCP_SECONDS}s", **({UCX_TLS: CPU_TLS} if device == "cpu" else {})}
+    ours = {name: value for name, value in defaults.items() if name not in given}
+    return ours if asked.ucx_tls is None else {**ours, UCX_TLS: asked.ucx_tls}
 
 
 def _check_backends(given: Any) -> None:
