@@ -803,7 +803,7 @@ def test_the_places_of_a_request_for_several_answers_are_as_many() -> None:
             assert (await ask(made, body))[0] == 200
             assert (gate.active, [each.booked for each in made.proxy.fleet.pools[D]]) == (0, [0, 0])
 
-    with_spares(test, max_decode_requests=2)
+    with_spares(test, held=1, max_decode_requests=2)
 
 
 def test_zero_blocks_are_a_ticket_like_any_other() -> None:
