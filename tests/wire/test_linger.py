@@ -7,11 +7,9 @@ import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
 import trustme
-import uvloop
 
 from baton.http import Origin, Pool, Timeouts, TooLate
 from tests.proxy.fakes import until
@@ -291,8 +289,7 @@ def test_a_server_that_never_answers_is_cut_off_in_time() -> None:
     run(test)
 
 
-@pytest.mark.parametrize("loop_factory", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
-def test_over_tls_an_answer_on_its_way_is_heard_and_the_server_sees_us_leave_too(loop_factory: Any) -> None:
+def test_over_tls_an_answer_on_its_way_is_heard_and_the_server_sees_us_leave_too() -> None:
     authority = trustme.CA()
     server_side = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     authority.issue_cert("127.0.0.1").configure_cert(server_side)
@@ -320,5 +317,4 @@ def test_over_tls_an_answer_on_its_way_is_heard_and_the_server_sees_us_leave_too
         async with listening(server_side, client_side) as (pool, seen):
             await test(pool, seen)
 
-    with asyncio.Runner(loop_factory=loop_factory) as runner:
-        runner.run(go())
+    asyncio.run(go())
