@@ -238,3 +238,21 @@ def test_another_engine_on_the_guilty_ones_address_is_not_guilty(clock: Clock) -
     guilty.heard("second")
     assert guilty.usable
     assert made.may_pair(guilty, decode)
+
+
+def test_an_open_pair_is_tried_by_one_request_at_a_time() -> None:
+    pairs = Pairs(BreakerRules(open_seconds=5.0))
+    for now in (0.0, 0.1, 0.2):
+        pairs.fail("P0", "D0", now, "500")
+    assert pairs.may("P0", "D0", 5.3)
+    pairs.chosen("P0", "D0", 5.3)
+    assert not pairs.may("P0", "D0", 5.4)
+    # whose end is never told
+    assert pairs.may("P0", "D0", 10.4)
+    pairs.chosen("P0", "D0", 10.4)
+    pairs.fail("P0", "D0", 10.5, "500")
+    assert not pairs.may("P0", "D0", 15.4)
+    assert pairs.may("P0", "D0", 15.6)
+    pairs.chosen("P0", "D0", 15.6)
+    pairs.worked("P0", "D0", 15.7)
+    assert pairs.may("P0", "D0", 15.7)

@@ -16,10 +16,11 @@ import aiohttp
 import orjson
 
 from baton.cluster import Cluster, Instance, Role, TransferMode
+from baton.counters import total
 from baton.launch.findings import Finding, bad, note, ok, skipped
 from baton.launch.hand_off import COUNT_SECONDS, HandOffFailed, Peer, hand_over
 from baton.launch.ports import means_here, peer_nodes
-from baton.launch.probe import sum_in, url_of
+from baton.launch.probe import url_of
 
 ANSWER_SECONDS = 5.0
 CONNECT_SECONDS = 3.0
@@ -440,7 +441,7 @@ def _counted(metrics: Reply) -> dict[str, int]:
     if metrics.status != 200:
         return {}
     with contextlib.suppress(ValueError):
-        return {name: int(count) for name in _TROUBLES if (count := sum_in(metrics.text, name))}
+        return {name: int(count) for name in _TROUBLES if (count := total(metrics.text.encode(), name.encode()))}
     return {}
 
 

@@ -12,6 +12,7 @@ from baton.proxy.routing import POLICIES
 from baton.proxy.tracing import TracingUnavailable
 from baton.proxy.transfer_policy import OnNoTransfer
 from baton.proxy.turns import MOST_TURNS, TTL_SECONDS
+from baton.proxy.upstream import Patience
 
 __all__ = [
     "MOST_TURNS",
@@ -22,6 +23,7 @@ __all__ = [
     "Fleet",
     "NoInstance",
     "OnNoTransfer",
+    "Patience",
     "ProbeRules",
     "Proxy",
     "ProxySettings",

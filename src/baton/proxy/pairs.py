@@ -52,9 +52,15 @@ class Pairs:
         return bool(self._bad)
 
     def may(self, prefill: str, decode: str, now: float) -> bool:
-        """Whether the two may hand over; an open pair is tried again when its time is over."""
+        """Whether the two may hand over; an open pair is tried by one request when its time is over."""
         breaker = self._bad.get((prefill, decode))
         return breaker is None or breaker.closed() or breaker.may_try(now)
+
+    def chosen(self, prefill: str, decode: str, now: float) -> None:
+        """A request goes to the two: while they are not known to be good, it is the one that tries them."""
+        breaker = self._bad.get((prefill, decode))
+        if breaker is not None and not breaker.closed():
+            breaker.try_now(now)
 
     def worked(self, prefill: str, decode: str, now: float) -> None:
         pair = (prefill, decode)
