@@ -24,7 +24,6 @@ from tests.e2e import tiny
 from tests.e2e.engines import BATON, START_SECONDS, events, memory_of, post
 from tests.e2e.topology import MODEL, TOKENS_OUT, answers, prompts
 from tests.e2e.up import NOTHING, Up, clear
-from tests.ports import free_ports, free_range
 
 KV_BYTES = 2 << 30
 FILE = """
@@ -90,12 +89,10 @@ def operated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Operated]:
     model = tiny.llama(folder / "model")
     file = folder / "baton.yaml"
     file.write_text(FILE.format(folder=model, kv_bytes=KV_BYTES))
-    # A second decode server takes the ports after the first one's.
-    proxy, prefill, p_side = free_ports(3)
-    up = Up(folder, "-f", str(file), ports=(proxy, prefill, free_range(2), p_side, free_range(2)))
+    up = Up(folder, "-f", str(file))
     try:
         up.wait_for("Ctrl-C stops everything")
-        expected = answers(f"http://127.0.0.1:{prefill}", ASKED)
+        expected = answers(f"http://127.0.0.1:{up.ports[1]}", ASKED)
         assert len(set(expected.values())) > len(expected) // 2
         yield Operated(up, file, expected)
     finally:
@@ -221,7 +218,7 @@ def test_servers_come_go_and_start_anew_without_one_failed_request(operated: Ope
     with Traffic(operated) as traffic:
         said = operated.done("scale", "--decode", "2")
         assert said[0] == "starting D1"
-        assert said[-1] == f"D1 serves at http://127.0.0.1:{operated.up.ports[2] + 1}"
+        assert said[-1].startswith("D1 serves at http://127.0.0.1:")
         traffic.until(lambda served: "D1" in served)
 
         # A rolling restart waits for what is under way.

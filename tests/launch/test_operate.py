@@ -136,16 +136,18 @@ def test_servers_come_and_go_while_it_serves(tmp_path: Path) -> None:
     with_kept(work, tmp_path)
 
 
-def test_a_server_for_which_there_is_no_room_changes_nothing(tmp_path: Path) -> None:
+def test_ports_that_somebody_has_are_stepped_over(tmp_path: Path) -> None:
     async def work(operator: Operator, said: list[str]) -> None:
-        before = operator.cluster
+        wanted = next_instance(operator.cluster, Role.DECODE, [])
         with (
-            socket.create_server(("127.0.0.1", next_instance(before, Role.DECODE, []).port)),
-            pytest.raises(LaunchError, match=r"port \d+ for D1's API is not free"),
+            socket.create_server(("127.0.0.1", wanted.port)),
+            socket.create_server(("127.0.0.1", wanted.side_channel_port)),
         ):
             await operator.scale({Role.DECODE: 2}, said.append)
-        assert operator.cluster == before
-        assert len(operator.supervisor.children) == 3
+        made = operator.cluster.instances[-1]
+        assert made.port > wanted.port
+        assert made.side_channel_port > wanted.side_channel_port
+        assert said[-1] == f"D1 serves at http://127.0.0.1:{made.port}"
 
     with_kept(work, tmp_path)
 

@@ -35,6 +35,7 @@ LONGEST_WAIT_SECONDS = 30.0
 STEADY_SECONDS = 60.0
 """Who served for so long is not taken for one that fails again and again."""
 ROTATE_SECONDS = 5.0
+HIGHEST_PORT = 65535
 
 Say = Callable[[str], None]
 
@@ -313,7 +314,7 @@ class Operator:
     async def _grow(self, role: Role, more: int, say: Say) -> None:
         fresh: list[Instance] = []
         for _ in range(more):
-            fresh.append(next_instance(self.cluster, role, fresh, self.record.node))
+            fresh.append(next_instance(self.cluster, role, fresh, self.record.node, is_free))
         # All of it is checked before any of it is started.
         grown = ordered((*self.cluster.instances, *fresh))
         claims = [claim for each in fresh for claim in instance_claims(each)]
@@ -449,11 +450,23 @@ def ordered(instances: tuple[Instance, ...]) -> tuple[Instance, ...]:
     return tuple(sorted(instances, key=lambda each: each.role is not Role.PREFILL))
 
 
-def next_instance(cluster: Cluster, role: Role, beside: Sequence[Instance], node: str = THIS_HOST) -> Instance:
+def is_free(host: str, port: int) -> bool:
+    """Whether nobody listens there."""
+    return not check_ports([(host, port, "")])
+
+
+def next_instance(
+    cluster: Cluster,
+    role: Role,
+    beside: Sequence[Instance],
+    node: str = THIS_HOST,
+    free: Callable[[str, int], bool] = lambda *_: True,
+) -> Instance:
     """One more instance of *role* on *node*, as the last one there, with a name and ports of its own.
 
     Args:
         beside: others that are new as well.
+        free: whether nobody else has a port of that host; those that are not are stepped over.
 
     Raises:
         LaunchError: there are no ports left, or none of the role is there.
@@ -466,17 +479,19 @@ def next_instance(cluster: Cluster, role: Role, beside: Sequence[Instance], node
     taken = {claim.port for claim in claims_of(cluster.model_copy(update={"instances": every})) if claim.node == node}
     last = same[-1]
     port = max(each.port for each in same) + 1
-    while port in taken:
+    while port <= HIGHEST_PORT and (port in taken or not free(last.host, port)):
         port += 1
     width = _after(last) - last.side_channel_port
     side = max(map(_after, same))
-    while (taken | {port}) & set(range(side, side + width)):
+    while side + width - 1 <= HIGHEST_PORT and any(
+        each in taken or each == port or not free(last.side_channel_host, each) for each in range(side, side + width)
+    ):
         side += 1
-    if max(port, side + width - 1) > 65535:
+    if max(port, side + width - 1) > HIGHEST_PORT:
         raise LaunchError(f"there are no ports left for one more {role} server")
     used = {device for each in every if each.node == node for device in each.devices}
-    free = (number for number in itertools.count() if number not in used)
-    devices = tuple(itertools.islice(free, len(last.devices)))
+    unused = (number for number in itertools.count() if number not in used)
+    devices = tuple(itertools.islice(unused, len(last.devices)))
     name = f"{role.letter}{number}"
     return last.model_copy(update={"id": name, "port": port, "side_channel_port": side, "devices": devices})
 
