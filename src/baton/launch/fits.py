@@ -16,7 +16,7 @@ from pathlib import Path
 
 from baton.cluster import Cluster, Role
 from baton.launch.commands import Command, flag_value
-from baton.launch.model_config import read_config
+from baton.launch.model_config import has_state, read_config
 from baton.launch.planned import (
     HYBRID_OFF,
     Plan,
@@ -213,6 +213,31 @@ def pipelines(plan: Plan) -> Iterator[Problem]:
             return
 
 
+def states(plan: Plan) -> Iterator[Problem]:
+    """Layers that keep a state: what is known to end an engine, or to make answers vary and say nothing.
+
+    A cached prefix has blocks and no state beside them: the second prompt that begins like the first has ended decode
+    servers. With several ranks asynchronous scheduling lets the state run ahead.
+    """
+    if not has_state(plan.config):
+        return
+    for engine in plan.engines:
+        if engine.has("--enable-prefix-caching") is not False:
+            yield _words(
+                f"the model's layers keep a state, and prefix caching is on on {engine.id}: prompts that begin "
+                "alike have ended decode servers with it; add --no-enable-prefix-caching for all engines"
+            )
+            return
+    for engine in plan.engines:
+        ranks = tensor_parallel(engine)
+        if ranks > 1 and engine.has("--async-scheduling") is not False:
+            yield _words(
+                f"the model's layers keep a state, and --tensor-parallel-size is {ranks} on {engine.id}: answers vary "
+                "with asynchronous scheduling; add --no-async-scheduling"
+            )
+            return
+
+
 def own_engine_ids(plan: Plan) -> Iterator[Problem]:
     """A decode server knows its peers by it: two of one name are one to it, and it reads the wrong memory."""
     given = [(engine.id, engine.transfer["engine_id"]) for engine in plan.engines if engine.transfer.get("engine_id")]
@@ -235,11 +260,12 @@ CHECKS: tuple[Check, ...] = (
     one_transfer_mode,
     write_mode_is_one_way,
     pipelines,
+    states,
     own_engine_ids,
 )
 """All checks; a new one is a function more."""
 
-ALONE: tuple[Check, ...] = (write_mode_is_one_way, pipelines)
+ALONE: tuple[Check, ...] = (write_mode_is_one_way, pipelines, states)
 """Those that look at one engine at a time."""
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from baton.cluster import Cluster, Instance, Role
 from baton.launch.commands import Command, flag_value
+from baton.launch.model_config import has_state
 from baton.launch.shapes import ranks_of
 
 CPU_BLOCK = 128
@@ -148,7 +149,7 @@ def cache_dtype(engine: Planned, plan: Plan) -> str | None:
 
 def block_size(engine: Planned, plan: Plan) -> int | None:
     """Tokens a block, or None when only vLLM can tell."""
-    if is_mla(plan.config) or has_state(plan.config):
+    if is_mla(plan.config) or has_state(_text_config(plan.config)):
         return None
     given = engine.flag("--block-size")
     if given is None:
@@ -179,12 +180,6 @@ def whole(text: str | None) -> int | None:
 
 def is_mla(config: Mapping[str, Any]) -> bool:
     return _text_config(config).get("kv_lora_rank") is not None
-
-
-def has_state(config: Mapping[str, Any]) -> bool:
-    """Layers that keep a state and not a cache: their pages decide on the block size."""
-    kinds = _text_config(config).get("layer_types") or ()
-    return any("attention" not in str(kind) or "linear" in str(kind) for kind in kinds)
 
 
 def is_hybrid(config: Mapping[str, Any]) -> bool:
