@@ -32,10 +32,11 @@ model: {folder}
 defaults:
   limits: {{max_model_len: 1024, max_num_seqs: 8, kv_cache_memory_bytes: {kv_bytes}}}
   engine_args: --served-model-name tiny --dtype float32 --block-size 32 --no-enable-prefix-caching
+proxy: {{flags: --health-check-timeout-secs 30}}
 prefill: 1
 decode: 1
 """
-LONG = 900
+LONG = 500
 """Tokens of an answer that takes seconds."""
 
 
