@@ -19,8 +19,8 @@ CPU_THREADS = 1
 UCX_TCP_USER_TIMEOUT = "UCX_TCP_USER_TIMEOUT"
 TCP_SECONDS = 20
 """How long what was sent over TCP may stay unacknowledged before the connection is given up; less than a lease (30 s).
-UCX leaves it to the kernel, which tries for a quarter of an hour (Linux, tcp_retries2). UCX of nixl 1.5.1 gave up a read
-37 s after its peer was cut off, a write after 19 s; without it a read hung for as long as was tried, 150 s."""
+UCX leaves it to the kernel, which tries for a quarter of an hour (Linux, tcp_retries2). With nixl 1.5.1 a read was
+given up 37 s after its peer was cut off, a write after 19 s; without it a read hung for as long as was tried, 150 s."""
 
 
 def extra_config(asked: Transport, given: Mapping[str, Any], device: str) -> dict[str, Any]:
