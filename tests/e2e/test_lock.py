@@ -71,7 +71,12 @@ def test_an_engine_says_which_workarounds_it_needed(pair: Pair) -> None:
     for server in (pair.prefill, pair.decode):
         said = re.search(r"Baton's workarounds: (.*)", server.log.read_text(errors="replace"))
         assert said is not None
-        assert said.group(1).split(", ") == ["shm-brief-spin", "vllm-distribution-name", "nixl-progress-nap"]
+        assert said.group(1).split(", ") == [
+            "shm-brief-spin",
+            "vllm-distribution-name",
+            "nixl-progress-nap",
+            "cpu-seeded-chunks",
+        ]
 
 
 def test_the_engine_is_the_pinned_one(pair: Pair) -> None:

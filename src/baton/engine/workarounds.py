@@ -203,6 +203,23 @@ def _spin_apply(_: EngineSettings) -> None:
     shm_broadcast.SHM_READER_RECHECK_INTERVAL_MS = RECHECK_MS
 
 
+# generators on CPU
+
+
+def _seeds_needed(_: EngineSettings) -> bool:
+    from vllm.platforms import current_platform
+
+    from baton.engine import seeds
+
+    return bool(current_platform.is_cpu()) and not seeds.has_offset()
+
+
+def _seeds_apply(_: EngineSettings) -> None:
+    from baton.engine import seeds
+
+    seeds.mend()
+
+
 ALL = (
     # The first to ask for vLLM's platform, which looks at the distribution's name.
     Workaround(
@@ -227,5 +244,14 @@ ALL = (
         until="nixl_agent_config takes a delay for the progress thread and vLLM passes one",
         needed=_nap_needed,
         apply=_nap_apply,
+    ),
+    Workaround(
+        name="cpu-seeded-chunks",
+        around="a request with a seed whose prompt is computed in chunks ends a CPU engine: its draw for a chunk is "
+        "taken back by the generator's offset, which torch has for accelerators only (_bookkeeping_sync in "
+        "vllm/v1/worker/gpu_model_runner.py, 0.32)",
+        until="torch.Generator.get_offset works on CPU, or vLLM keeps a generator's state",
+        needed=_seeds_needed,
+        apply=_seeds_apply,
     ),
 )
