@@ -8,22 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from baton.cluster import TransferMode
 from baton.proxy.engine_info import WORDS, EngineInfo
 
-TICKET_KEY = "kv_transfer_params"
-TRUSTED_KEYS = (TICKET_KEY, "ec_transfer_params")
+TICKET_KEY: Final = "kv_transfer_params"
+TRUSTED_KEYS: Final[tuple[str, ...]] = (TICKET_KEY, "ec_transfer_params")
 """What an engine believes without asking: it names hosts, ports and blocks. Only the proxy may say it."""
 
-CONVERSATION_KEY = "conversation_id"
+CONVERSATION_KEY: Final = "conversation_id"
 """Which conversation a request belongs to, for the proxy alone: no engine knows the field."""
 
-DOORS = ("vllm_xargs", "extra_args", "sampling_params")
+DOORS: Final[tuple[str, ...]] = ("vllm_xargs", "extra_args", "sampling_params")
 """Objects within a body whose keys an engine takes for the same."""
 
-ASK: Mapping[str, Any] = {
+ASK: Final[Mapping[str, Any]] = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
     "remote_engine_id": None,

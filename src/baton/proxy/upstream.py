@@ -9,6 +9,7 @@ import ssl
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from baton.http import (
     Broken,
@@ -36,10 +37,10 @@ from baton.proxy.tracing import Span
 logger = logging.getLogger("baton.proxy")
 
 SWEEP_SECONDS = 1.0
-_TYPE = b"content-type"
+_TYPE: Final = b"content-type"
 # What an engine's answer says to the client besides its body; framing is our own.
-_PASSED = frozenset((b"retry-after", b"www-authenticate"))
-_PASSED_FAMILY = b"x-ratelimit-"
+_PASSED: Final = frozenset((b"retry-after", b"www-authenticate"))
+_PASSED_FAMILY: Final = b"x-ratelimit-"
 _WINDOW_BITS = {b"gzip": 31, b"x-gzip": 31, b"deflate": 15}
 
 
