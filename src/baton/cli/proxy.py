@@ -15,16 +15,19 @@ from typing import Any
 
 from baton.cli.parser import Failure, Parser, count, count_or_zero, milliseconds, multiplier, part, port_number, seconds
 from baton.cluster import Endpoint, Role, TransferMode
+from baton.compiled import form
 from baton.http import Limits
 from baton.proxy import (
     MOST_TURNS,
     POLICIES,
     TTL_SECONDS,
+    USUAL_BREAKER,
+    USUAL_PATIENCE,
+    USUAL_PROBES,
     BadInstancesFile,
     BreakerRules,
     OnNoTransfer,
     Patience,
-    ProbeRules,
     ProxySettings,
     Retries,
     TracingUnavailable,
@@ -36,6 +39,7 @@ from baton.proxy import (
 )
 
 SPARE_DESCRIPTORS = 64
+_LIMITS = Limits()
 TURNS = ("BATON_BIDIRECTIONAL_KV", "VLLM_NEURON_BIDIRECTIONAL_KV")
 OTLP = "http://127.0.0.1:4318/v1/traces"
 
@@ -55,7 +59,7 @@ def run(words: Sequence[str]) -> int:
 
     def on_ready(_: object = None) -> None:
         print(
-            f"baton proxy: listening on {where(args)}, "
+            f"baton proxy ({form()}): listening on {where(args)}, "
             f"{_names(endpoints, Role.PREFILL)} to {_names(endpoints, Role.DECODE)}"
             + (f", {args.workers} workers" if args.workers > 1 else ""),
             flush=True,
@@ -415,11 +419,11 @@ def _engines(parser: Parser) -> None:
         "legs, and the stream (default: none, a long answer takes long)",
     )
     for role, words, usual in (
-        (Role.PREFILL, "in line and while it computes the prompt", Patience.prefill),
+        (Role.PREFILL, "in line and while it computes the prompt", USUAL_PATIENCE.prefill),
         (
             Role.DECODE,
             "until its first token and between two of them; of an answer in one piece, all of it",
-            Patience.decode,
+            USUAL_PATIENCE.decode,
         ),
     ):
         group.add_argument(
@@ -468,31 +472,31 @@ def _health(parser: Parser) -> None:
     group.add_argument(
         "--health-check-interval-secs",
         type=seconds,
-        default=ProbeRules.interval_seconds,
+        default=USUAL_PROBES.interval_seconds,
         metavar="S",
-        help=f"between two probes of an engine (default: {ProbeRules.interval_seconds:g})",
+        help=f"between two probes of an engine (default: {USUAL_PROBES.interval_seconds:g})",
     )
     group.add_argument(
         "--health-check-timeout-secs",
         type=seconds,
-        default=ProbeRules.timeout_seconds,
+        default=USUAL_PROBES.timeout_seconds,
         metavar="S",
-        help=f"for one probe (default: {ProbeRules.timeout_seconds:g})",
+        help=f"for one probe (default: {USUAL_PROBES.timeout_seconds:g})",
     )
     group.add_argument(
         "--health-failure-threshold",
         type=count,
-        default=ProbeRules.failures,
+        default=USUAL_PROBES.failures,
         metavar="N",
         help=f"bad probes in a row that take an engine out; a refused connection does at once (default: "
-        f"{ProbeRules.failures})",
+        f"{USUAL_PROBES.failures})",
     )
     group.add_argument(
         "--health-success-threshold",
         type=count,
-        default=ProbeRules.successes,
+        default=USUAL_PROBES.successes,
         metavar="N",
-        help=f"good probes in a row that take it in again (default: {ProbeRules.successes})",
+        help=f"good probes in a row that take it in again (default: {USUAL_PROBES.successes})",
     )
     group.add_argument(
         "--health-check-endpoint",
@@ -504,30 +508,30 @@ def _health(parser: Parser) -> None:
     group.add_argument(
         "--cb-failure-threshold",
         type=count,
-        default=BreakerRules.failures,
+        default=USUAL_BREAKER.failures,
         metavar="N",
-        help=f"failed requests in a row that take an engine out (default: {BreakerRules.failures})",
+        help=f"failed requests in a row that take an engine out (default: {USUAL_BREAKER.failures})",
     )
     group.add_argument(
         "--cb-success-threshold",
         type=count,
-        default=BreakerRules.successes,
+        default=USUAL_BREAKER.successes,
         metavar="N",
-        help=f"good trials in a row that take it in again (default: {BreakerRules.successes})",
+        help=f"good trials in a row that take it in again (default: {USUAL_BREAKER.successes})",
     )
     group.add_argument(
         "--cb-timeout-duration-secs",
         type=seconds,
-        default=BreakerRules.open_seconds,
+        default=USUAL_BREAKER.open_seconds,
         metavar="S",
-        help=f"until the first trial, and between trials (default: {BreakerRules.open_seconds:g})",
+        help=f"until the first trial, and between trials (default: {USUAL_BREAKER.open_seconds:g})",
     )
     group.add_argument(
         "--cb-window-duration-secs",
         type=seconds,
-        default=BreakerRules.window_seconds,
+        default=USUAL_BREAKER.window_seconds,
         metavar="S",
-        help=f"failed requests further apart are not in a row (default: {BreakerRules.window_seconds:g})",
+        help=f"failed requests further apart are not in a row (default: {USUAL_BREAKER.window_seconds:g})",
     )
     group.add_argument(
         "--disable-circuit-breaker", action="store_true", help="only probes and refused connections take an engine out"
@@ -669,16 +673,16 @@ def _load(parser: Parser) -> None:
     group.add_argument(
         "--max-connections",
         type=count,
-        default=Limits.connections,
+        default=_LIMITS.connections,
         metavar="N",
-        help=f"clients' connections at once; more are 503 (default: {Limits.connections})",
+        help=f"clients' connections at once; more are 503 (default: {_LIMITS.connections})",
     )
     group.add_argument(
         "--max-payload-size",
         type=count,
-        default=Limits.body_bytes,
+        default=_LIMITS.body_bytes,
         metavar="BYTES",
-        help=f"of one request; more is 413 (default: {Limits.body_bytes})",
+        help=f"of one request; more is 413 (default: {_LIMITS.body_bytes})",
     )
     group.add_argument(
         "--sse-keepalive-secs",

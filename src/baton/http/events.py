@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Final
 
-_CLEAN_ENDS = (b"\n\n", b"\r\n\r\n")
-_TAIL = 3
+_CLEAN_ENDS: Final[tuple[bytes, ...]] = (b"\n\n", b"\r\n\r\n")
+_TAIL: Final = 3
 
 
 class EventBuffer:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from typing import Final
 
 Buffer = bytes | memoryview
-BUSY = 5
+BUSY: Final = 5
 """So many at once are much."""
 
 

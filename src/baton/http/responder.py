@@ -3,26 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from baton.http.messages import LAST_CHUNK, Header, Request, chunk, head, status_line
 
-
-class Outlet(Protocol):
-    """What a responder asks of its connection.
-
-    Attributes:
-        write_paused: whether the client is behind.
-    """
-
-    write_paused: bool
-
-    def write(self, data: bytes) -> None: ...
-
-    def soon(self, callback: Callable[[], None]) -> None:
-        """Have *callback* called in the loop's next turn."""
-
-    def abort(self, *, reset: bool = False) -> None: ...
+if TYPE_CHECKING:
+    from baton.http.connection import Connection
 
 
 class Responder:
@@ -37,7 +23,7 @@ class Responder:
 
     __slots__ = ("_chunked", "_connection", "_held", "_request", "ended", "on_pause", "on_resume", "started")
 
-    def __init__(self, connection: Outlet, request: Request) -> None:
+    def __init__(self, connection: Connection, request: Request) -> None:
         self._connection = connection
         self._request = request
         self._chunked = False

@@ -2,7 +2,7 @@
 
 from baton.proxy.app import Proxy, ProxySettings, serve, serve_workers
 from baton.proxy.attempts import Retries
-from baton.proxy.breaker import BreakerRules, ProbeRules
+from baton.proxy.breaker import USUAL_BREAKER, USUAL_PROBES, BreakerRules, ProbeRules
 from baton.proxy.door import read_keys
 from baton.proxy.fleet import Fleet, NoInstance
 from baton.proxy.instances_file import BadInstancesFile
@@ -12,12 +12,15 @@ from baton.proxy.routing import POLICIES
 from baton.proxy.tracing import TracingUnavailable
 from baton.proxy.transfer_policy import OnNoTransfer
 from baton.proxy.turns import MOST_TURNS, TTL_SECONDS
-from baton.proxy.upstream import Patience
+from baton.proxy.upstream import USUAL_PATIENCE, Patience
 
 __all__ = [
     "MOST_TURNS",
     "POLICIES",
     "TTL_SECONDS",
+    "USUAL_BREAKER",
+    "USUAL_PATIENCE",
+    "USUAL_PROBES",
     "BadInstancesFile",
     "BreakerRules",
     "Fleet",

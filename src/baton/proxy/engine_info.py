@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import orjson
 
@@ -22,7 +22,7 @@ _MODES: Mapping[Any, TransferMode] = {word: mode for mode, word in WORDS.items()
 
 _RANK = re.compile(r"_dp\d+$")
 
-LEASE_SECONDS = 30.0
+LEASE_SECONDS: Final = 30.0
 """vLLM's own (0.32, nixl/base_scheduler.py, ``kv_lease_duration``), for engines that do not say theirs."""
 
 
@@ -120,7 +120,7 @@ class EngineInfo:
 
 def same_engine(one: str, other: str) -> bool:
     """Whether two ids are of one start of an engine: its ranks add their number (vllm 0.32, v1/engine/core.py)."""
-    return _RANK.sub("", one) == _RANK.sub("", other)
+    return one == other or _RANK.sub("", one) == _RANK.sub("", other)
 
 
 def disagreement(modes: Mapping[str, TransferMode], wanted: TransferMode | None) -> str | None:
