@@ -323,6 +323,7 @@ def test_a_host_that_is_cut_off_costs_its_own_requests_at_most_and_comes_back(ho
     house.check()
 
 
+@pytest.mark.long
 def test_an_advertised_host_that_is_wrong_is_told_in_words(
     house: House, model: Path, logs: Path, tmp_path: Path
 ) -> None:
