@@ -33,11 +33,10 @@ class CannotCompile(Exception):
 
 def main() -> int:
     compiled = load(SOURCE / "baton" / "compiled.py")
-    target = compiled.folder()
-    if compiled.is_made(target):
+    if compiled.is_made(compiled.folder()):
         return 0
     try:
-        build(compiled, target)
+        build(compiled.folder().parent)
     except CannotCompile as error:
         print(error, file=sys.stderr)
         return 1
@@ -53,8 +52,9 @@ def load(path: Path) -> ModuleType:
     return module
 
 
-def build(compiled: ModuleType, target: Path) -> None:
-    """
+def build(parent: Path) -> None:
+    """Compile the sources as they are now into a folder of *parent*.
+
     Raises:
         CannotCompile: something is missing.
     """
@@ -66,11 +66,16 @@ def build(compiled: ModuleType, target: Path) -> None:
         raise CannotCompile(
             f"there are no headers of Python ({include}/Python.h); on Debian: apt-get install python3-dev"
         )
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+    parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=parent) as scratch:
+        # Of a copy, so that what is compiled is what the digest is of, whatever becomes of the sources meanwhile.
+        copy = Path(scratch) / "src" / "baton"
+        shutil.copytree(SOURCE / "baton", copy, ignore=shutil.ignore_patterns("__pycache__", "engine", "launch", "sim"))
+        compiled = load(copy / "compiled.py")
+        target = parent / compiled.digest()
         made = Path(scratch) / "made"
         made.mkdir()
-        sources, shims, runtime = translate(compiled, Path(scratch) / "c")
+        sources, shims, runtime = translate(compiled, copy.parent, Path(scratch) / "c")
         command = [*compiler, *compiled.FLAGS, "-fPIC", "-w", "-DNDEBUG", f"-I{include}", f"-I{runtime}"]
         command.append(f"-I{Path(scratch) / 'c'}")
         library = made / compiled.file_of(f"{compiled.LIBRARY}__mypyc")
@@ -85,7 +90,7 @@ def build(compiled: ModuleType, target: Path) -> None:
             list(pool.map(run, jobs))
         run([*compiler, "-shared", *(f"{each}.o" for each in sources), "-o", str(library)])
         (made / compiled.DONE).touch()
-        for old in target.parent.iterdir():
+        for old in parent.iterdir():
             # What was compiled of other sources is of no use any more; a proxy that runs it has it open.
             if compiled.is_made(old):
                 shutil.rmtree(old, ignore_errors=True)
@@ -94,15 +99,16 @@ def build(compiled: ModuleType, target: Path) -> None:
             made.rename(target)
 
 
-def translate(compiled: ModuleType, folder: Path) -> tuple[list[Path], dict[str, Path], str]:
+def translate(compiled: ModuleType, source: Path, folder: Path) -> tuple[list[Path], dict[str, Path], str]:
     """The modules in C: the library's files, each module's own by its name, and where mypyc's headers are."""
     try:
         from mypyc.build import include_dir, mypycify
     except ImportError as error:
         raise CannotCompile(f"mypyc cannot be imported: {error}") from None
-    paths = [str(SOURCE / "baton" / f"{name.replace('.', '/')}.py") for name in compiled.MODULES]
+    # Relative, as they then stand in tracebacks.
+    paths = [f"baton/{name.replace('.', '/')}.py" for name in compiled.MODULES]
     said = io.StringIO()
-    os.chdir(SOURCE)
+    os.chdir(source)
     # Checked they are elsewhere; here only what is needed for compiling is installed.
     options = [
         "--config-file=",

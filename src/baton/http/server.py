@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
 import ssl
@@ -90,9 +91,9 @@ class Server:
             connection.close_when_idle()
         if self.connections:
             self._drained = asyncio.Event()
-            try:
+            with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._drained.wait(), grace_seconds)
-            except TimeoutError:
+            if self.connections:
                 for connection in list(self.connections):
                     connection.abort()
                 await asyncio.sleep(0)
