@@ -60,7 +60,19 @@ class Form:
                     break
                 said += piece
         writer.close()
-        return re.sub(rb"(x-request-id: )[0-9a-f]{32}", rb"\1ID", said)
+        return unchunked(re.sub(rb"(x-request-id: )[0-9a-f]{32}", rb"\1ID", said))
+
+
+def unchunked(said: bytes) -> bytes:
+    """An answer whose chunks are joined: what one read of the engine's brings is one chunk, and that is chance."""
+    head, end, rest = said.partition(b"\r\n\r\n")
+    if b"transfer-encoding: chunked" not in head.lower():
+        return said
+    joined = b""
+    while (size := int(rest.partition(b"\r\n")[0] or b"0", 16)) > 0:
+        start = rest.index(b"\r\n") + 2
+        joined, rest = joined + rest[start : start + size], rest[start + size + 2 :]
+    return head + end + joined + b"\r\n" + rest
 
 
 @contextlib.asynccontextmanager
