@@ -563,7 +563,7 @@ def test_efa_is_looked_for_where_libfabric_is_asked_for_alone() -> None:
 def test_too_little_memory_for_what_is_not_up_is_said(tmp_path: Path) -> None:
     command = Command({}, ("python", "-m", "baton.engine.serve", str(tmp_path), "--kv-cache-memory-bytes", str(10**14)))
     (found,) = bad_of(list(check_memory_of({"D0": command}, known=True)))
-    assert found.startswith("memory: engines that are not up need about 100001.0 GB (D0 100001.0), and ")
+    assert found.startswith("memory: engines that are not up need about 100001.1 GB (D0 100001.1), and ")
     assert [each.verdict for each in check_memory_of({}, known=True)] == [Verdict.OK]
     assert [each.verdict for each in check_memory_of({"D0": command}, known=False)] == [Verdict.SKIPPED]
 

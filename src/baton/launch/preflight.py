@@ -33,13 +33,19 @@ from baton.launch.speculative import check_speculative
 from baton.launch.static_shapes import check_static_shapes
 from baton.launch.versions import known_of
 
-ENGINE_OVERHEAD_BYTES = 1_000_000_000
+ENGINE_OVERHEAD_BYTES = 1_100_000_000
 """What an engine's three forked processes take beside weights and KV cache (docs/performance.md): 0.28 GB each of their
 own, and their part of the libraries that all engines of a host share."""
 
 WORKER_OVERHEAD_BYTES = 600_000_000
 """What each worker beyond the first adds to that, with the engine core of its data parallel rank: 0.53 GB were measured
 with a model of 29 MB."""
+
+VOCABULARY_COPIES = 3
+"""Sizes of the larger of embedding and LM head that an engine takes beside its weights: vLLM lays them out for its
+kernels and keeps the first layout too (0.32, model_executor/layers/utils.py, ``dispatch_cpu_unquantized_gemm``), and
+sampling and the tokenizer grow with the vocabulary. Fitted: beside weights and KV cache the embedded model took 0.4 GB
+more than one of 573 MB with 320 tokens."""
 
 DESCRIPTORS = 1024
 """Files that an engine and its clients have open, at the least."""
@@ -337,7 +343,7 @@ def check_memory(commands: list[Command], environ: Mapping[str, str] = os.enviro
     each = ", ".join(f"{each / 1e9:.1f} GB" for each in estimates)
     return [
         Problem(
-            f"too little memory: the engines need about {needed / 1e9:.1f} GB ({each}; weights twice, KV cache "
+            f"too little memory: the engines need about {needed / 1e9:.1f} GB ({each}; weights, KV cache "
             f"and {ENGINE_OVERHEAD_BYTES / 1e9:.1f} GB of overhead each) and {free / 1e9:.1f} GB are free. "
             "Lower --kv-cache-memory-bytes, use a smaller model or --dtype bfloat16, or stop something."
         )
@@ -350,21 +356,19 @@ class Estimate:
 
     Attributes:
         weights: in the type they are served in, all ranks together.
-        packed: what is left of laying them out for the kernels (vllm 0.32, model_executor/layers/utils.py,
-            ``dispatch_cpu_unquantized_gemm``): matrices are copied one by one, embeddings keep both copies, and the
-            allocator keeps what the first copies of the others took. Experts are not laid out so.
+        vocabulary: what a large one takes beside them (:data:`VOCABULARY_COPIES`).
         kv_cache: of all workers.
         overhead: of its processes.
     """
 
     weights: int
-    packed: int
+    vocabulary: int
     kv_cache: int
     overhead: int
 
     @property
     def total(self) -> int:
-        return self.weights + self.packed + self.kv_cache + self.overhead
+        return self.weights + self.vocabulary + self.kv_cache + self.overhead
 
 
 def estimate(command: Command, environ: Mapping[str, str] = os.environ) -> Estimate:
@@ -376,8 +380,8 @@ def estimate(command: Command, environ: Mapping[str, str] = os.environ) -> Estim
     ranks, folder = ranks_of(command.argv), Path(command.argv[3])
     weights = weight_bytes(folder, flag_value(command.argv, "--dtype"))
     saved = int(weights * saved_share(command.argv, tensor_bytes(folder))) if ranks.local > 1 else 0
-    packed = int(weights * (1 - expert_share(folder)))
-    weights += packed * (ranks.local - 1) - saved * ranks.local
+    vocabulary = int(VOCABULARY_COPIES * weights * vocabulary_share(folder)) * ranks.local
+    weights += int(weights * (1 - expert_share(folder))) * (ranks.local - 1) - saved * ranks.local
     kv = flag_value(command.argv, "--kv-cache-memory-bytes")
     space = environ.get("VLLM_CPU_KVCACHE_SPACE", "")
     if kv and kv.isdigit():
@@ -385,7 +389,7 @@ def estimate(command: Command, environ: Mapping[str, str] = os.environ) -> Estim
     else:
         kv_bytes = int(space) << 30 if space.isdigit() else DEFAULT_KV_CACHE_BYTES
     overhead = ENGINE_OVERHEAD_BYTES + WORKER_OVERHEAD_BYTES * (ranks.workers - 1)
-    return Estimate(weights, (packed - saved) * ranks.local, kv_bytes * ranks.workers, overhead)
+    return Estimate(weights, vocabulary, kv_bytes * ranks.workers, overhead)
 
 
 def estimates(commands: Mapping[str, Command], environ: Mapping[str, str] = os.environ) -> dict[str, Estimate]:
@@ -417,6 +421,13 @@ def expert_share(folder: Path) -> float:
     """The part of the weights in *folder* that is in experts: 0 to 1."""
     sizes = tensor_bytes(folder)
     return sum(size for name, size in sizes.items() if ".experts." in name) / (sum(sizes.values()) or 1)
+
+
+def vocabulary_share(folder: Path) -> float:
+    """The part of the weights in *folder* that is the larger of embedding and LM head: 0 to 1."""
+    sizes = tensor_bytes(folder)
+    largest = max((size for name, size in sizes.items() if "embed_tokens" in name or "lm_head" in name), default=0)
+    return largest / (sum(sizes.values()) or 1)
 
 
 def tensor_bytes(folder: Path) -> dict[str, int]:
