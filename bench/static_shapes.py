@@ -1,12 +1,15 @@
 #!/usr/bin/env python3
-"""Static shapes against stock vLLM, eager and compiled: the same engine flags, one kind after the other, one run.
+"""Static shapes against stock vLLM, eager and compiled: the same engine flags and the same work, one run.
 
-Each kind is one engine that does both phases, asked by one client and by as many as it has rows for: seconds to
-healthy, graphs, milliseconds a token of decode, milliseconds a prompt. `cold` starts with an empty store of graphs,
-`warm` with the one that `cold` filled; `decode only` is what a decode server makes. Measure on a machine that does
-nothing else.
+First every kind is started alone: seconds to healthy, and graphs. `cold` starts with an empty store of graphs, `warm`
+with the one that `cold` filled; `decode only` is what a decode server makes. Then those that differ in speed run beside
+each other and take turns, request by request, so that a machine that becomes slower does so for all: milliseconds a
+token of decode by clients at once, milliseconds a prompt. Measure on a machine that does nothing else.
 
-usage: python bench/static_shapes.py [--kinds eager,cold,...] [--rounds 3] [--tokens 32] [--write]
+What is measured is kept in --state as it comes: started again, a run goes on where it was stopped, with --fresh from
+the beginning. --quick takes a model of four small layers made on the spot.
+
+usage: python bench/static_shapes.py [--quick] [--rounds 5] [--tokens 32] [--threads N] [--write]
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import argparse
 import json
 import os
 import re
+import shutil
 import signal
 import statistics
 import subprocess
@@ -24,17 +28,13 @@ import time
 import urllib.request
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 MODEL = "smollm2-135m-instruct"
 START_SECONDS = 1800.0
-SEQS, BATCHED = 8, 512
-PROMPTS = (20, 150, 500)
-"""Tokens of the prompts whose prefill is measured."""
-
 BOTH = json.dumps({"kv_role": "kv_both"})
-FLAGS = ("--max-num-seqs", str(SEQS), "--max-num-batched-tokens", str(BATCHED), "--max-model-len", "1024")
 STATIC = ("--static-shapes", "--kv-transfer-config", BOTH)
 KINDS: Mapping[str, Sequence[str]] = {
     "eager": ("--kv-transfer-config", BOTH),
@@ -42,27 +42,45 @@ KINDS: Mapping[str, Sequence[str]] = {
     "static, padded only": (*STATIC, "--enforce-eager"),
     "static, cold": STATIC,
     "static, warm": STATIC,
+    "eager, decode only": (),
     "static, warm, decode only": ("--static-shapes",),
 }
-PERFORMANCE = Path(__file__).parent.parent / "docs" / "performance.md"
+COLD = "static, cold"
+SPEED = ("eager", "compiled", "static, padded only", "static, warm")
+"""Those whose speed is measured."""
+
+PROMPTS = (20, 150, 500)
+"""Tokens of the prompts whose prefill is measured: none of them fills a bucket."""
+
+CLIENTS = (1, 5, 8)
+"""How many decode at once: 5 do not fill a bucket."""
+
+SEQS, BATCHED = max(CLIENTS), 512
+FLAGS = ("--max-num-seqs", str(SEQS), "--max-num-batched-tokens", str(BATCHED), "--max-model-len", "1024")
+ROOT = Path(__file__).parent.parent
+PERFORMANCE = ROOT / "docs" / "performance.md"
 MARKS = "<!-- from bench/static_shapes.py -->", "<!-- to here: static shapes -->"
 
 
 class Engine:
     """One engine of Baton's own command, healthy inside the block."""
 
-    def __init__(self, kind: str, folder: Path, port: int) -> None:
+    def __init__(self, model: str, kind: str, folder: Path, port: int, threads: int) -> None:
+        self.model, self.kind, self.seconds = model, kind, 0.0
         self.url, self.log = f"http://127.0.0.1:{port}", folder / f"{kind}.log"
-        argv = [sys.executable, "-m", "baton.cli", "engine", MODEL, "--role", "decode", "--port", str(port)]
+        argv = [sys.executable, "-m", "baton.cli", "engine", model, "--role", "decode", "--port", str(port)]
         argv += ["--side-channel-port", str(port + 1), "--host", "127.0.0.1", "--no-enable-prefix-caching"]
+        argv += ["--served-model-name", "measured"]
         self._argv = [*argv, *FLAGS, *KINDS[kind]]
-        # vLLM's own compiled code is cold as well.
+        # vLLM's own compiled code is cold at first as well.
         self._environ = {"BATON_GRAPH_CACHE": str(folder / "graphs"), "VLLM_CACHE_ROOT": str(folder / "vllm")}
         self._environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "inductor")
-        self.seconds = 0.0
+        if threads:
+            self._environ["OMP_NUM_THREADS"] = str(threads)
 
     def __enter__(self) -> Engine:
-        since = time.monotonic()
+        say(f"starting {self.kind}")
+        since = told = time.monotonic()
         with self.log.open("wb") as sink:
             self._process = subprocess.Popen(
                 self._argv,
@@ -73,14 +91,20 @@ class Engine:
             )
         while not self._healthy():
             if self._process.poll() is not None or time.monotonic() - since > START_SECONDS:
+                self.__exit__()
                 raise SystemExit(f"{self._argv} did not start:\n{self.log.read_text(errors='replace')[-3000:]}")
+            if time.monotonic() - told > 15:
+                told = time.monotonic()
+                say(f"{self.kind}: {told - since:.0f} s, {self._last_graph()}")
             time.sleep(0.1)
         self.seconds = time.monotonic() - since
+        say(f"{self.kind} is healthy after {self.seconds:.1f} s")
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._process.send_signal(signal.SIGTERM)
-        self._process.wait(60)
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGTERM)
+            self._process.wait(60)
 
     def _healthy(self) -> bool:
         try:
@@ -89,71 +113,160 @@ class Engine:
         except OSError:
             return False
 
+    def _last_graph(self) -> str:
+        found = re.findall(
+            r"static shapes: (graph \d+ of \d+, [a-z]+ bucket \d+)", self.log.read_text(errors="replace")
+        )
+        return found[-1] if found else "no graph yet"
+
     def graphs(self) -> str:
         found = re.search(r"ready with (\d+) graphs compiled and (\d+) loaded", self.log.read_text(errors="replace"))
         return f"{found[1]} compiled, {found[2]} loaded" if found else ""
 
     def seconds_of(self, prompt: int, tokens: int, seed: int) -> float:
         """Of one request with a prompt of its own, to the end of its answer."""
-        ids = [100 + (17 * place + 31 * seed) % 5000 for place in range(prompt)]
-        body = {"model": MODEL, "prompt": ids, "max_tokens": tokens, "ignore_eos": True, "temperature": 0}
+        ids = [10 + (17 * place + 31 * seed) % 250 for place in range(prompt)]
+        body = {"model": "measured", "prompt": ids, "max_tokens": tokens, "ignore_eos": True, "temperature": 0}
         data = json.dumps(body).encode()
         since = time.perf_counter()
         request = urllib.request.Request(f"{self.url}/v1/completions", data, {"Content-Type": "application/json"})
         urllib.request.urlopen(request, timeout=600).read()
         return time.perf_counter() - since
 
-
-def measure(engine: Engine, rounds: int, tokens: int) -> dict[str, Any]:
-    """Medians over *rounds*, in milliseconds."""
-    engine.seconds_of(20, 4, 0)
-    decode = {}
-    for clients in (1, SEQS):
-        spent = []
-        for turn in range(rounds):
-            with ThreadPoolExecutor(clients) as pool:
-                short = list(pool.map(lambda seed: engine.seconds_of(20, 1, seed), range(clients)))
-                long = list(pool.map(lambda seed: engine.seconds_of(20, 1 + tokens, seed), range(clients)))
-            # What the prompts took is in both.
-            spent.append(1000 * (max(long) - max(short)) / tokens)
-            del turn
-        decode[clients] = statistics.median(spent)
-    prefill = {
-        length: 1000 * statistics.median(engine.seconds_of(length, 1, seed) for seed in range(1 + rounds))
-        for length in PROMPTS
-    }
-    return {"start": engine.seconds, "graphs": engine.graphs(), "decode": decode, "prefill": prefill}
+    def decode(self, clients: int, tokens: int) -> float:
+        """Milliseconds a token, *clients* at once."""
+        with ThreadPoolExecutor(clients) as pool:
+            short = list(pool.map(lambda seed: self.seconds_of(20, 1, seed), range(clients)))
+            long = list(pool.map(lambda seed: self.seconds_of(20, 1 + tokens, seed), range(clients)))
+        # What the prompts took is in both.
+        return 1000 * (max(long) - max(short)) / tokens
 
 
-def table(found: Mapping[str, Mapping[str, Any]]) -> str:
-    heads = ["start, s", "graphs", *(f"decode, {n} at once, ms a token" for n in (1, SEQS))]
+class State:
+    """What has been measured, in a file."""
+
+    def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
+        self._path = path
+        self.found: dict[str, Any] = {"settings": dict(settings), "starts": {}, "rounds": []}
+        if path.exists():
+            kept = json.loads(path.read_text())
+            if kept["settings"] != self.found["settings"]:
+                raise SystemExit(f"{path} is of another run ({kept['settings']}): give --fresh, or another --state")
+            self.found = kept
+
+    def keep(self) -> None:
+        self._path.write_text(json.dumps(self.found, indent=1))
+
+
+def say(what: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')} {what}", flush=True)
+
+
+def measure_starts(state: State, make: Any, kinds: Sequence[str], folder: Path) -> None:
+    """Start each kind alone, but for those that have been."""
+    for kind in kinds:
+        if kind in state.found["starts"]:
+            continue
+        if kind == COLD:
+            shutil.rmtree(folder / "graphs", ignore_errors=True)
+        with make(kind, 0) as engine:
+            engine.seconds_of(20, 4, 0)
+            state.found["starts"][kind] = {"seconds": engine.seconds, "graphs": engine.graphs()}
+        state.keep()
+
+
+def measure_speed(state: State, make: Any, kinds: Sequence[str], rounds: int, tokens: int) -> None:
+    """Rounds over all kinds, which are up at once and take turns."""
+    if len(state.found["rounds"]) >= rounds or not kinds:
+        return
+    with ExitStack() as stack:
+        engines = [stack.enter_context(make(kind, place)) for place, kind in enumerate(kinds)]
+        for engine in engines:  # what is made at first use
+            engine.decode(SEQS, 2)
+            for length in PROMPTS:
+                engine.seconds_of(length, 1, 0)
+        while (turn := len(state.found["rounds"])) < rounds:
+            made: dict[str, dict[str, float]] = {kind: {} for kind in kinds}
+            in_turn = engines if turn % 2 == 0 else engines[::-1]
+            for clients in CLIENTS:
+                for engine in in_turn:
+                    made[engine.kind][f"decode, {clients} at once, ms a token"] = engine.decode(clients, tokens)
+            for length in PROMPTS:
+                for engine in in_turn:
+                    made[engine.kind][f"prompt of {length}, ms"] = 1000 * engine.seconds_of(length, 1, turn + 1)
+            state.found["rounds"].append(made)
+            state.keep()
+            say(
+                f"round {turn + 1} of {rounds}: "
+                + json.dumps({k: [round(x, 1) for x in v.values()] for k, v in made.items()})
+            )
+
+
+def table(found: Mapping[str, Any]) -> str:
+    """Medians over the rounds."""
+    heads = [f"decode, {clients} at once, ms a token" for clients in CLIENTS]
     heads += [f"prompt of {length}, ms" for length in PROMPTS]
-    lines = [f"| | {' | '.join(heads)} |", "| --- " * (len(heads) + 1) + "|"]
-    for kind, one in found.items():
-        cells = [f"{one['start']:.0f}", one["graphs"], *(f"{ms:.0f}" for ms in one["decode"].values())]
-        lines.append(f"| {kind} | {' | '.join([*cells, *(f'{ms:.0f}' for ms in one['prefill'].values())])} |")
+    lines = [f"| | start, s | graphs | {' | '.join(heads)} |", "| --- " * (len(heads) + 3) + "|"]
+    for kind, start in found["starts"].items():
+        rounds = [turn[kind] for turn in found["rounds"] if kind in turn]
+        cells = [f"{statistics.median(turn[head] for turn in rounds):.1f}" if rounds else "" for head in heads]
+        lines.append(f"| {kind} | {start['seconds']:.1f} | {start['graphs']} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def write(words: Sequence[str], found: Mapping[str, Any]) -> None:
+    """The table and where it comes from, into the page."""
+    commit = subprocess.run(
+        ("git", "rev-parse", "--short", "HEAD"), cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.strip()
+    command = " ".join(
+        ["python bench/static_shapes.py", *(word for word in words if word not in ("--write", "--fresh"))]
+    )
+    text = PERFORMANCE.read_text()
+    first, last = text.index(MARKS[0]) + len(MARKS[0]), text.index(MARKS[1])
+    PERFORMANCE.write_text(f"{text[:first]}\n`{command}` at commit {commit}:\n\n{table(found)}\n{text[last:]}")
+
+
+def tiny(folder: Path) -> str:
+    """A model of four small layers."""
+    sys.path.insert(0, str(ROOT))
+    from tests.e2e.tiny import llama
+
+    made = folder / "tiny"
+    return str(made if (made / "config.json").exists() else llama(made))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a tiny model instead of the embedded one")
     parser.add_argument("--kinds", default=";".join(KINDS), help="some of them, with ; between")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--threads", type=int, default=0, help="of each engine; all cores unless given")
     parser.add_argument("--port", type=int, default=18300)
+    parser.add_argument("--state", type=Path, help="folder for what has been measured, graphs and logs")
+    parser.add_argument("--fresh", action="store_true", help="forget what has been measured")
     parser.add_argument("--write", action="store_true", help=f"the table into {PERFORMANCE.name}")
     args = parser.parse_args()
-    found: dict[str, dict[str, Any]] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for kind in args.kinds.split(";"):
-            with Engine(kind, Path(folder), args.port) as engine:
-                found[kind] = measure(engine, args.rounds, args.tokens)
-            print(kind, json.dumps(found[kind]), flush=True)
-    print(table(found))
+    kinds = args.kinds.split(";")
+    unknown = [kind for kind in kinds if kind not in KINDS]
+    if unknown:
+        parser.error(f"--kinds: {', '.join(unknown)} is unknown; known: {'; '.join(KINDS)}")
+    folder = args.state or Path(tempfile.gettempdir()) / f"baton-bench-static-{'tiny' if args.quick else 'embedded'}"
+    if args.fresh:
+        shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    state = State(folder / "measured.json", {"quick": args.quick, "tokens": args.tokens, "threads": args.threads})
+    model = tiny(folder) if args.quick else MODEL
+
+    def make(kind: str, place: int) -> Engine:
+        return Engine(model, kind, folder, args.port + 10 * place, args.threads)
+
+    measure_starts(state, make, kinds, folder)
+    measure_speed(state, make, [kind for kind in kinds if kind in SPEED], args.rounds, args.tokens)
+    print(table(state.found))
     if args.write:
-        text = PERFORMANCE.read_text()
-        first, last = text.index(MARKS[0]) + len(MARKS[0]), text.index(MARKS[1])
-        PERFORMANCE.write_text(f"{text[:first]}\n{table(found)}\n{text[last:]}")
+        write(sys.argv[1:], state.found)
 
 
 if __name__ == "__main__":
