@@ -193,6 +193,7 @@ def pusher() -> Any:
     made._pending_completion_notifs = queue.Queue()
     made._push_writer_wake, made.tp_rank, made.xfer_stats = threading.Event(), 0, BatonStats()
     made._pushing, made._prompts, made._push_finished_blocks = set(), {}, {}
+    made._writes, made._send_failures, made._deferred_push_inbox = {}, set(), queue.Queue()
     made.transfer_topo = object()
     return made
 
@@ -262,6 +263,37 @@ def test_another_prompt_is_not_pushed_and_its_own_may_still_come(ours: tuple[int
     made._do_start_push_kv("p-1", ([9],), REGISTRATION)
     assert told == [("agent", NO + b"d-1")]
     assert made._push_finished_blocks == {"p-1": ([9],)}
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_write_that_failed_is_told_to_who_waits_for_it(monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
+    """vLLM keeps it to itself, and the decode server holds its blocks for minutes."""
+    made = pusher()
+    made._sending_transfers["p-1"] = [1]
+    monkeypatch.setattr(push.NixlPushConnectorWorker, "_do_start_push_kv", lambda *_: None)
+    made._do_start_push_kv("p-1", ([9],), REGISTRATION)
+    over = ({"p-1"}, {"p-1"}) if fails else ({"p-1"}, set())
+    monkeypatch.setattr(push.NixlPushConnectorWorker, "_pop_done_transfers", lambda *_: over)
+    made._pop_done_transfers(made._sending_transfers)
+    assert made._writes == {}
+    assert made._deferred_push_inbox.empty() is not fails
+    if fails:
+        told: list[bytes] = []
+        made._ensure_handshake, made._remote_agents = lambda *_: None, {"d": {(0, 0): "agent"}}
+        made.nixl_wrapper = SimpleNamespace(send_notif=lambda _, notif_msg: told.append(notif_msg))
+        made._do_start_push_kv(*made._deferred_push_inbox.get_nowait())
+        assert told == [NO + b"d-1"]
+
+
+def test_a_write_that_could_not_begin_is_told_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = pusher()
+
+    def refuse(worker: Any, request_id: str, *_: Any) -> None:
+        worker._send_failures.add(request_id)
+
+    monkeypatch.setattr(push.NixlPushConnectorWorker, "_do_start_push_kv", refuse)
+    made._do_start_push_kv("p-1", ([9],), REGISTRATION)
+    assert made._deferred_push_inbox.get_nowait()[2]["refused"]
 
 
 def test_the_same_prompt_is_pushed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -217,6 +217,7 @@ class BatonPushWorker(Counting, NixlPushConnectorWorker):
         # prefill: the writer's
         self._cancelled_at: dict[str, float] = {}
         self._pushing: set[str] = set()
+        self._writes: dict[str, dict[str, Any]] = {}
         self._prompts: dict[str, tuple[int, bytes | None]] = {}
 
     # decode
@@ -250,6 +251,7 @@ class BatonPushWorker(Counting, NixlPushConnectorWorker):
         results = super().get_transfer_results()
         for request_id in results.finished_sending:
             self._prompts.pop(request_id, None)
+            self._writes.pop(request_id, None)
         self._given_up -= results.finished_recving
         return results
 
@@ -352,7 +354,21 @@ class BatonPushWorker(Counting, NixlPushConnectorWorker):
             self._do_start_push_kv(request_id, (), {**registration_data, "refused": True})
             return
         self._pushing.add(registration_data["request_id"])
+        self._writes[request_id] = registration_data
         super()._do_start_push_kv(request_id, local_block_ids, registration_data)
+        if request_id in self._send_failures:
+            self._say_it_failed(request_id)
+
+    def _say_it_failed(self, request_id: str) -> None:
+        """Have the writer tell the decode server that a write failed: it would wait, and hold its blocks, for minutes.
+
+        Our own blocks stay until their lease ends.
+        """
+        registration = self._writes.pop(request_id, None)
+        if registration is not None:
+            logger.warning("what was to be written for %s was not", registration["request_id"])
+            self._deferred_push_inbox.put((request_id, (), {**registration, "refused": True}))
+            self._push_writer_wake.set()
 
     def _free(self, request_id: str) -> None:
         """Have the main thread release *request_id*'s blocks, as when all its readers had been served."""
@@ -406,6 +422,11 @@ class BatonPushWorker(Counting, NixlPushConnectorWorker):
             # What comes now is the answer that nothing does.
             failed |= done & self._given_up
             done -= failed
-        if transfers is self._sending_transfers and not transfers:
-            self._pushing.clear()
+        elif transfers is self._sending_transfers:
+            for request_id in failed:
+                self._say_it_failed(request_id)
+            for request_id in done:
+                self._writes.pop(request_id, None)
+            if not transfers:
+                self._pushing.clear()
         return done, failed
