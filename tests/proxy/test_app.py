@@ -44,6 +44,7 @@ def test_a_request_goes_through_both_phases() -> None:
     with_house(test)
 
 
+@pytest.mark.doubles
 def test_who_asks_for_anything_but_an_answer_of_engines_does_not_wait_for_the_end_of_a_busy_turn() -> None:
     async def go() -> None:
         proxy = Proxy(ProxySettings(host="", port=0, endpoints=()))
