@@ -14,8 +14,9 @@ import pytest
 pytest.importorskip("vllm")
 
 from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import RequestStatus
 
-from baton.engine import push
+from baton.engine import push, schedulers
 from baton.engine.bounds import PushBounds
 from baton.engine.counters import BatonStats
 from baton.engine.held import Claim, Held
@@ -31,6 +32,7 @@ def scheduler(pinned: set[str] = frozenset(), receiving: set[str] = frozenset())
     made._loads, made._kept_blocks, made.stats = {}, {}, BatonStats()
     made._naps, made._idle, made.naps_itself = Naps(), False, False
     made._heartbeat_req_engine, made._heartbeat_by_engine, made._reqs_not_processed = {}, {}, set()
+    made._reqs_in_batch = set()
     return made
 
 
@@ -96,6 +98,28 @@ def test_a_read_is_looked_after_often_at_first() -> None:
     made = scheduler(receiving={"b"})
     made._idle = True
     assert made.patience() == SHORTEST_SECONDS
+
+
+@pytest.mark.parametrize("ticket", [{"keep_blocks": True}, {"remote_port": 1}, {"do_remote_decode": False}])
+def test_the_worker_knows_whatever_is_pinned(monkeypatch: pytest.MonkeyPatch, ticket: dict[str, Any]) -> None:
+    """It ends no lease of what it never heard of: with a ticket that asks for nothing blocks stayed for ever."""
+    made = scheduler()
+    made.is_bidirectional_kv_xfer_enabled, made.block_size = True, 4
+    made.kv_cache_config = SimpleNamespace(num_blocks=100)
+    pinned = {"remote_num_tokens": 4, "remote_block_ids": ([1],)}
+    monkeypatch.setattr(schedulers.NixlPullConnectorScheduler, "request_finished", lambda *_: (True, dict(pinned)))
+    done = SimpleNamespace(
+        request_id="r",
+        kv_transfer_params=ticket,
+        status=RequestStatus.FINISHED_STOPPED,
+        all_token_ids=[1, 2, 3, 4],
+        mm_features=None,
+        prompt_embeds=None,
+        lora_request=None,
+        cache_salt=None,
+    )
+    assert made.request_finished(done, ([1],))[0]
+    assert made._reqs_in_batch == {"r"}
 
 
 def test_what_was_sent_is_not_held_any_more() -> None:

@@ -114,6 +114,8 @@ class Watchful(NixlBaseConnectorScheduler):
             return False, None
         delayed, ticket = super().request_finished(request, block_ids)
         if delayed:
+            # A worker ends no lease of what it never heard of, and of tickets that ask nothing it hears nothing.
+            self._reqs_in_batch.add(request.request_id)
             self._pinned.add(request.request_id)
             self.stats.add("leases_pinned")
         if delayed and ticket is not None and self._TRANSFER_MODE == "pull":
