@@ -10,11 +10,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, cast
 
-from baton.http.client_connection import NEVER, ClientConnection, Late
+from baton.http.client_connection import NEVER, ClientConnection, Late, Response
 from baton.http.failures import ConnectFailed, OutOfDescriptors, TlsFailed, TooLate, TooSlow
 from baton.http.messages import Header, head
 from baton.http.outbox import Buffer, Outbox
-from baton.http.response import Response
 
 JOINED_BYTES: Final = 32 << 10
 _CLOSED_AT_ONCE = "no connection: the server closed it at once"

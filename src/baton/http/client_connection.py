@@ -19,7 +19,6 @@ import httptools
 from baton.http.failures import Broken, ClientError, TooSlow
 from baton.http.messages import Header, first
 from baton.http.outbox import Buffer, Outbox
-from baton.http.response import Response
 from baton.http.watch import watch_peer
 
 HEAD_BYTES: Final = 256 << 10
@@ -28,8 +27,57 @@ HEAD_BYTES: Final = 256 << 10
 
 NEVER: Final = math.inf
 
-Late = Callable[[Response, bytes], None]
+Late = Callable[["Response", bytes], None]
 """Takes a whole answer that came when nobody waited for it any more."""
+
+
+class Response:
+    """A response whose head has come.
+
+    Attributes:
+        status: the HTTP status.
+        headers: in order, names in lower case.
+    """
+
+    __slots__ = ("_connection", "headers", "status")
+
+    def __init__(self, connection: ClientConnection, status: int, headers: list[Header]) -> None:
+        self._connection = connection
+        self.status = status
+        self.headers = headers
+
+    def header(self, name: bytes) -> bytes | None:
+        """The first value of *name* (lower case), or None."""
+        return first(self.headers, name)
+
+    def watch(self, on_broken: Callable[[ClientError], None]) -> None:
+        """Call *on_broken* when it breaks, for who does something else before the body is read."""
+        self._connection.watch(on_broken)
+
+    async def read(self) -> bytes:
+        """The whole body.
+
+        Raises:
+            Broken: it ended early.
+            TooSlow: the request's time was over first.
+        """
+        return await self._connection.collect()
+
+    async def feed(self, sink: Callable[[bytes], None]) -> None:
+        """Call *sink* with each piece of the body as it comes, and return at its end.
+
+        Raises:
+            Broken: it ended early; the pieces so far were fed.
+            TooSlow: the request's time was over first; likewise.
+        """
+        await self._connection.feed(sink)
+
+    def pause(self) -> None:
+        """Read no more from the socket until :meth:`resume`."""
+        self._connection.pause()
+
+    def resume(self) -> None:
+        self._connection.resume()
 
 
 class _Odd(Exception):
@@ -146,7 +194,7 @@ class ClientConnection:
         """
         if self._complete:
             if self._error is None and self._pieces:
-                late(Response(self, self._status, self._headers), self.taken())
+                late(Response(self, self._status, self._headers), self._taken())
             self.close()
         elif self.open and self._end_sending():
             self._late = late
@@ -213,33 +261,35 @@ class ClientConnection:
         if self._error is not None:
             on_broken(self._error)
 
-    def taken(self) -> bytes:
+    async def collect(self) -> bytes:
+        await self._wait()
+        pieces, self._pieces = self._pieces, []
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    def _taken(self) -> bytes:
         """The body so far, which is no longer kept here."""
         pieces, self._pieces = self._pieces, []
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
-    def feed(self, sink: Callable[[bytes], None] | None) -> None:
-        """Hand *sink* the body so far, and each piece as it comes; None ends that."""
+    async def feed(self, sink: Callable[[bytes], None]) -> None:
         self._sink = sink
-        self._flush()
+        try:
+            self._flush()
+            await self._wait()
+        finally:
+            self._sink = None
 
     def _flush(self) -> None:
         """Hand the sink what has come since, in one piece."""
         if self._pieces and self._sink is not None:
-            self._sink(self.taken())
+            self._sink(self._taken())
 
-    def ending(self) -> asyncio.Future[None] | None:
-        """To be awaited for the end of the response; None when it has come.
-
-        Raises:
-            ClientError: it broke.
-        """
+    async def _wait(self) -> None:
         if self._error is not None:
             raise self._error
-        if self._complete:
-            return None
-        self._end = self._loop.create_future()
-        return self._end
+        if not self._complete:
+            self._end = self._loop.create_future()
+            await self._end
 
     def pause(self) -> None:
         if not self.paused and self.open:
@@ -374,7 +424,7 @@ class ClientConnection:
         if self._lingering:
             self.close()
         elif self._late is not None:
-            self._late(Response(self, self._status, self._headers), self.taken())
+            self._late(Response(self, self._status, self._headers), self._taken())
             self.close()
 
     def _check_coding(self, value: bytes) -> None:

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Final, cast
 
 import httptools
 
-from baton.http.handling import handle
 from baton.http.messages import Header, Request, head, status_line
 from baton.http.responder import Responder
 from baton.http.rules import Refused, check_head, is_path, origin_form
@@ -39,7 +38,7 @@ class Connection:
 
     def __init__(self, server: Server) -> None:
         # for as long as the server
-        self.server = server
+        self._server = server
         self._limits = server.limits
         # for as long as the connection
         self._transport: asyncio.Transport | None = None
@@ -71,20 +70,20 @@ class Connection:
         # uvloop's transports are no subclass of asyncio's.
         self._transport = cast(asyncio.Transport, transport)
         self._transport.set_write_buffer_limits(high=self._limits.write_buffer_bytes)
-        self.server.connections.add(self)
-        if len(self.server.connections) > self._limits.connections:
+        self._server.connections.add(self)
+        if len(self._server.connections) > self._limits.connections:
             self._refuse(Refused(503, "too many connections"))
             return
         self._arm(self._limits.idle_seconds)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.server.connections.discard(self)
+        self._server.connections.discard(self)
         self._disarm()
         self._closing = True
         self._waiting.clear()
         if self._task is not None:
             self._task.cancel()
-        self.server.check_drained()
+        self._server.check_drained()
 
     def eof_received(self) -> bool:
         # A client that shut down only its sending side looks like one that left. An answer costs an engine's
@@ -215,10 +214,10 @@ class Connection:
 
     def write(self, data: bytes) -> None:
         if self._transport is not None and not self._transport.is_closing():
-            self.server.outbox.write(self._transport, (data,), self.server.busy)
+            self._server.outbox.write(self._transport, (data,), self._server.busy)
 
     def soon(self, callback: Callable[[], None]) -> None:
-        self.server.loop.call_soon(callback)
+        self._server.loop.call_soon(callback)
 
     def abort(self, *, reset: bool = False) -> None:
         if self._transport is None:
@@ -261,21 +260,39 @@ class Connection:
     def _next(self) -> None:
         request = self._waiting.popleft()
         self._responder = Responder(self, request)
-        self._task = self.server.loop.create_task(handle(self, request, self._responder))
+        self._task = self._server.loop.create_task(self._run(request, self._responder))
         if self._waiting_bytes:
             self._waiting_bytes = sum(len(each.body) for each in self._waiting)
         if not self._reading and len(self._waiting) < self._limits.pipelined:
             self._resume_reading()
 
-    def finish(self, responder: Responder) -> None:
+    async def _run(self, request: Request, responder: Responder) -> None:
+        """One handler; whatever it leaves open is closed here."""
+        self._server.busy += 1
+        try:
+            await self._server.handler(request, responder)
+        except asyncio.CancelledError:
+            # The client has left, or the server gives up waiting: nobody reads an answer.
+            self.abort()
+        except Exception:
+            logger.exception("a handler failed on %s", request.path)
+            self._finish(responder)
+        else:
+            if not responder.ended:
+                logger.error("a handler left %s without a whole answer", request.path)
+                self._finish(responder)
+        self._server.busy -= 1
+        self._done(request)
+
+    def _finish(self, responder: Responder) -> None:
         """End what a handler did not: 500 when nothing was said, else a cut, which nobody takes for the end."""
         if not responder.started and not responder.ended:
-            kind, body = self.server.refusal(500, "internal error")
+            kind, body = self._server.refusal(500, "internal error")
             responder.send(500, [(b"content-type", kind)], body)
         elif not responder.ended:
             responder.abort()
 
-    def done(self, request: Request) -> None:
+    def _done(self, request: Request) -> None:
         self._task = None
         self._responder = None
         transport = self._transport
@@ -313,10 +330,10 @@ class Connection:
 
     def _answer_refused(self, refused: Refused) -> None:
         assert self._transport is not None
-        kind, body = self.server.refusal(refused.status, refused.reason)
+        kind, body = self._server.refusal(refused.status, refused.reason)
         headers = [(b"content-type", kind), (b"content-length", b"%d" % len(body)), (b"connection", b"close")]
         self.write(head(status_line(refused.status), headers) + body)
-        self.server.outbox.flush()
+        self._server.outbox.flush()
         if self._transport.can_write_eof():
             # A socket that is closed with unread bytes is reset, and the answer with it (RFC 9112, 9.6): the client
             # gets a while to read it and to hang up.
@@ -329,7 +346,7 @@ class Connection:
         """Close once what was written has gone out; a client that does not take it is cut off by :meth:`late`."""
         assert self._transport is not None
         self._closing = True
-        self.server.outbox.flush()
+        self._server.outbox.flush()
         self._watch_unsent()
         self._transport.close()
 
@@ -349,7 +366,7 @@ class Connection:
             self._transport.resume_reading()
 
     def _arm(self, seconds: float) -> None:
-        self.deadline = self.server.loop.time() + seconds
+        self.deadline = self._server.loop.time() + seconds
 
     def _disarm(self) -> None:
         self.deadline = NEVER
