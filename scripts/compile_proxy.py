@@ -33,10 +33,11 @@ class CannotCompile(Exception):
 
 def main() -> int:
     compiled = load(SOURCE / "baton" / "compiled.py")
-    if compiled.is_made(compiled.folder()):
+    target = compiled.folder()
+    if compiled.is_made(target):
         return 0
     try:
-        build(compiled.folder().parent)
+        build(compiled, target)
     except CannotCompile as error:
         print(error, file=sys.stderr)
         return 1
@@ -52,9 +53,8 @@ def load(path: Path) -> ModuleType:
     return module
 
 
-def build(parent: Path) -> None:
-    """Compile the sources as they are now into a folder of *parent*.
-
+def build(compiled: ModuleType, target: Path) -> None:
+    """
     Raises:
         CannotCompile: something is missing.
     """
@@ -66,16 +66,11 @@ def build(parent: Path) -> None:
         raise CannotCompile(
             f"there are no headers of Python ({include}/Python.h); on Debian: apt-get install python3-dev"
         )
-    parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=parent) as scratch:
-        # Of a copy, so that what is compiled is what the digest is of, whatever becomes of the sources meanwhile.
-        copy = Path(scratch) / "src" / "baton"
-        shutil.copytree(SOURCE / "baton", copy, ignore=shutil.ignore_patterns("__pycache__", "engine", "launch", "sim"))
-        compiled = load(copy / "compiled.py")
-        target = parent / compiled.digest()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         made = Path(scratch) / "made"
         made.mkdir()
-        sources, shims, runtime = translate(compiled, copy.parent, Path(scratch) / "c")
+        sources, shims, runtime = translate(compiled, Path(scratch) / "c")
         command = [*compiler, *compiled.FLAGS, "-fPIC", "-w", "-DNDEBUG", f"-I{include}", f"-I{runtime}"]
         command.append(f"-I{Path(scratch) / 'c'}")
         library = made / compiled.file_of(f"{compiled.LIBRARY}__mypyc")
@@ -90,7 +85,7 @@ def build(parent: Path) -> None:
             list(pool.map(run, jobs))
         run([*compiler, "-shared", *(f"{each}.o" for each in sources), "-o", str(library)])
         (made / compiled.DONE).touch()
-        for old in parent.iterdir():
+        for old in target.parent.iterdir():
             # What was compiled of other sources is of no use any more; a proxy that runs it has it open.
             if compiled.is_made(old):
                 shutil.rmtree(old, ignore_errors=True)
@@ -99,16 +94,15 @@ def build(parent: Path) -> None:
             made.rename(target)
 
 
-def translate(compiled: ModuleType, source: Path, folder: Path) -> tuple[list[Path], dict[str, Path], str]:
+def translate(compiled: ModuleType, folder: Path) -> tuple[list[Path], dict[str, Path], str]:
     """The modules in C: the library's files, each module's own by its name, and where mypyc's headers are."""
     try:
         from mypyc.build import include_dir, mypycify
     except ImportError as error:
         raise CannotCompile(f"mypyc cannot be imported: {error}") from None
-    # Relative, as they then stand in tracebacks.
-    paths = [f"baton/{name.replace('.', '/')}.py" for name in compiled.MODULES]
+    paths = [str(SOURCE / "baton" / f"{name.replace('.', '/')}.py") for name in compiled.MODULES]
     said = io.StringIO()
-    os.chdir(source)
+    os.chdir(SOURCE)
     # Checked they are elsewhere; here only what is needed for compiling is installed.
     options = [
         "--config-file=",

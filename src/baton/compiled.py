@@ -30,16 +30,24 @@ MODULES = (
     "http.rules",
     "http.server",
     "proxy.access_log",
+    "proxy.admission",
     "proxy.answers",
+    "proxy.app",
     "proxy.beat",
     "proxy.breaker",
     "proxy.deadlines",
+    "proxy.deliver",
     "proxy.door",
     "proxy.engine_info",
     "proxy.errors",
     "proxy.fleet",
+    "proxy.journey",
     "proxy.legs",
     "proxy.metrics",
+    "proxy.modes.alone",
+    "proxy.modes.read",
+    "proxy.modes.single",
+    "proxy.modes.write",
     "proxy.outstanding",
     "proxy.pairs",
     "proxy.passage",
@@ -50,10 +58,9 @@ MODULES = (
     "proxy.routing.round_robin",
     "proxy.samples",
     "proxy.ticket",
+    "proxy.upstream",
 )
-"""Modules of baton that a request passes through, but for most of its coroutines: mypyc (2.4) forgets ``raise from``, and
-what is awaited in an except block runs with that block's exception as its own, so that a bare ``raise`` elsewhere may
-find it. None of these awaits within an except or a finally block, nor may one (tests/proxy/test_forms.py)."""
+"""Modules of baton that a request passes through."""
 
 SOURCE = Path(__file__).parent
 FLAGS = ("-O1", "-g0")

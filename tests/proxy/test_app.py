@@ -5,18 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from typing import Any, cast
+from typing import Any
 
 import aiohttp
 import pytest
 from aiohttp import web
 
 from baton.cluster import Endpoint, Role
-from baton.http import Request, Responder
-from baton.http.outbox import BUSY
 from baton.proxy import Proxy, ProxySettings
 from tests.proxy.fakes import TOKENS, FakeEngine, House, hang, stream, until, with_house
-from tests.wire.test_outbox import Socket
 
 TEXT = "".join(TOKENS)
 
@@ -42,25 +39,6 @@ def test_a_request_goes_through_both_phases() -> None:
         }
 
     with_house(test)
-
-
-@pytest.mark.doubles
-def test_who_asks_for_anything_but_an_answer_of_engines_does_not_wait_for_the_end_of_a_busy_turn() -> None:
-    async def go() -> None:
-        proxy = Proxy(ProxySettings(host="", port=0, endpoints=()))
-        socket = Socket()
-
-        class Outlet:
-            write_paused = False
-
-            def write(self, data: bytes) -> None:
-                proxy._server.outbox.write(cast(Any, socket), (data,), BUSY)
-
-        request = Request("GET", b"/liveness", [], http_1_0=False, keep_alive=True)
-        await proxy.handle(request, Responder(cast(Any, Outlet()), request))
-        assert socket.got[0].startswith(b"HTTP/1.1 200")
-
-    asyncio.run(go())
 
 
 def test_a_stream_arrives_whole_and_as_a_stream() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import asyncio
 import contextlib
 import json
@@ -234,19 +233,6 @@ def test_either_form_gives_everything_back_when_clients_leave(switch: str) -> No
             assert "baton_active_requests 0.0" in metrics
 
     asyncio.run(go())
-
-
-@pytest.mark.parametrize("module", compiled.MODULES)
-def test_nothing_that_is_compiled_awaits_while_it_handles_an_exception(module: str) -> None:
-    tree = ast.parse((ROOT / "src" / "baton" / f"{module.replace('.', '/')}.py").read_text())
-    handling = [
-        statement
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Try)
-        for part in (*node.handlers, node)
-        for statement in (part.body if isinstance(part, ast.ExceptHandler) else part.finalbody)
-    ]
-    assert not [each for part in handling for each in ast.walk(part) if isinstance(each, ast.Await | ast.AsyncWith)]
 
 
 def test_what_was_compiled_of_other_sources_is_not_used(tmp_path: Path) -> None:

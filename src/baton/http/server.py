@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import socket
 import ssl
@@ -91,9 +90,9 @@ class Server:
             connection.close_when_idle()
         if self.connections:
             self._drained = asyncio.Event()
-            with contextlib.suppress(TimeoutError):
+            try:
                 await asyncio.wait_for(self._drained.wait(), grace_seconds)
-            if self.connections:
+            except TimeoutError:
                 for connection in list(self.connections):
                     connection.abort()
                 await asyncio.sleep(0)

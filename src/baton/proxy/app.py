@@ -347,8 +347,6 @@ class Proxy:
             started = time.monotonic()
             answer = await self._answer(request)
             responder.send(answer.status, [*answer.headers, *common], answer.body)
-            # Not with the rest at the end of the turn: with thousands of streams that is long, and a probe is waiting.
-            self._server.outbox.flush()
             if self._access_log is not None:
                 self._access_log.line(request.method, request.path, answer.status, time.monotonic() - started)
         except Told as error:
