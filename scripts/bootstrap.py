@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import importlib.util
 import os
 import shutil
 import subprocess
@@ -59,18 +58,8 @@ def bootstrap(venv: Path, *, dev: bool) -> None:
             "Name one that is: make PYTHON=python3.11 venv"
         )
     create(venv)
-    # What compiles the proxy comes first, and compiles it while the engine's packages are on their way.
-    install_locks(venv, [LOCKS / "core.txt", LOCKS / "build.txt"])
-    compiling = start_compiling(venv)
-    try:
-        install_locks(venv, [LOCKS / f"{name}.txt" for name in ("engine-cpu", "model", *(["dev"] if dev else []))])
-        install_baton(venv)
-        if compiling is not None:
-            finish_compiling(compiling)
-    finally:
-        if compiling is not None and compiling.poll() is None:
-            compiling.terminate()
-            compiling.wait()
+    install_locks(venv, [LOCKS / f"{name}.txt" for name in ("core", "engine-cpu", "model", *(["dev"] if dev else []))])
+    install_baton(venv)
 
 
 def create(venv: Path) -> None:
@@ -126,36 +115,6 @@ def install_baton(venv: Path) -> None:
         return
     pip(venv, "installing baton-serve", ["--no-build-isolation", "-e", str(ROOT)])
     stamp.write_text(digest)
-
-
-def start_compiling(venv: Path) -> subprocess.Popen[str] | None:
-    """Compile the proxy, unless it is compiled already."""
-    if is_compiled(venv):
-        return None
-    command = [str(venv / "bin" / "python"), str(ROOT / "scripts" / "compile_proxy.py")]
-    return subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-    )
-
-
-def is_compiled(venv: Path) -> bool:
-    """Whether *venv* has the proxy compiled from the sources as they are."""
-    spec = importlib.util.spec_from_file_location("compiled", ROOT / "src" / "baton" / "compiled.py")
-    assert spec is not None and spec.loader is not None
-    compiled = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(compiled)
-    return bool(compiled.is_made(compiled.folder(venv)))
-
-
-def finish_compiling(compiling: subprocess.Popen[str]) -> None:
-    """Wait for it. Without it nothing is missing but speed: what kept it from compiling is told, and no failure."""
-    print("  compiling the proxy ...", end="", flush=True)
-    started = time.monotonic()
-    _, output = compiling.communicate()
-    print(f" {time.monotonic() - started:.0f} s more" if not compiling.returncode else " not done", flush=True)
-    if compiling.returncode:
-        lines = output.strip().splitlines() or ["no reason given"]
-        print("    " + "\n    ".join(lines[-6:]) + "\n    The proxy runs in Python, and slower.", flush=True)
 
 
 def pip(venv: Path, what: str, args: list[str]) -> None:

@@ -15,7 +15,6 @@ SOURCE = ROOT / "src" / "baton"
 # room -> the rooms it may import; docs/decisions.md gives the reasons
 MAY_IMPORT = {
     "cluster": set(),
-    "compiled": set(),
     "counters": set(),
     "hand_over": set(),
     "models": set(),
@@ -24,7 +23,7 @@ MAY_IMPORT = {
     "proxy": {"cluster", "counters", "hand_over", "http"},
     "launch": {"cluster", "counters", "hand_over", "models", "engine"},
     "sim": {"cluster", "hand_over", "http", "proxy"},
-    "cli": {"cluster", "compiled", "http", "models", "engine", "proxy", "launch", "sim"},
+    "cli": {"cluster", "http", "models", "engine", "proxy", "launch", "sim"},
 }
 
 
@@ -103,7 +102,7 @@ def pins(lock: str) -> dict[str, str]:
 
 
 def test_locks_pin_everything_and_share_nothing() -> None:
-    locks = {lock: pins(lock) for lock in ("core.txt", "build.txt", "engine-cpu.txt", "model.txt", "dev.txt")}
+    locks = {lock: pins(lock) for lock in ("core.txt", "engine-cpu.txt", "model.txt", "dev.txt")}
     assert all(version for lock in locks.values() for version in lock.values())
     names = [name for lock in locks.values() for name in lock]
     assert sorted(names) == sorted(set(names))

@@ -5,8 +5,6 @@ The whole way of a request runs in one process: bytes go in where a client's soc
 where the engines' would, bytes come out. What remains is the proxy's own work. CPU microseconds a request, the least
 of several rounds, features in turn.
 
-The form is the compiled one where it is made, unless BATON_COMPILED=0 (src/baton/compiled.py).
-
 On a noisy machine time says little: with --instructions it counts instructions under valgrind's callgrind instead,
 which takes some minutes and is the same every time.
 
@@ -36,15 +34,14 @@ from fake_engine import ANSWER, STREAM, FakeEngine
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
-from baton import compiled
-
-compiled.use()
-
-from baton.cluster import Endpoint, Role  # noqa: E402
-from baton.http.connection import Connection  # noqa: E402
-from baton.proxy import Proxy, ProxySettings, app  # noqa: E402
-from baton.proxy.memory import settle_memory  # noqa: E402
-from baton.proxy.tracing import Tracer  # noqa: E402
+from baton.cluster import Endpoint, Role
+from baton.http.client import Pool
+from baton.http.client_connection import ClientConnection
+from baton.http.connection import Connection
+from baton.http.outbox import Outbox
+from baton.proxy import Proxy, ProxySettings, app
+from baton.proxy.memory import settle_memory
+from baton.proxy.tracing import Tracer
 
 PREFILL = FakeEngine()
 PREFILL.role = "prefill"
@@ -78,26 +75,20 @@ class Wire:
     def close(self) -> None: ...
 
 
-class Loop(uvloop.Loop):
-    """A loop whose connections are to engines that answer in its next turn."""
+async def connect(pool: Pool) -> ClientConnection:
+    """In place of :meth:`Pool.connect`: a connection to an engine that answers in the loop's next turn."""
+    loop = asyncio.get_running_loop()
+    connection = ClientConnection(loop, Outbox(), lambda _: None)
 
-    async def create_connection(self, factory: Any, host: str, port: int, **_: Any) -> Any:
-        protocol = factory()
+    def answer(data: bytes) -> None:
+        if pool.origin.port == 1:
+            said = PREFILL.answer(data[:4].lower(), b"")
+        else:
+            said = STREAM if b'"stream": true' in data[-100:] else ANSWER
+        loop.call_soon(connection.data_received, said)
 
-        def answer(data: bytes) -> None:
-            if port == 1:
-                said = PREFILL.answer(data[:4].lower(), b"")
-            else:
-                said = STREAM if b'"stream": true' in data[-100:] else ANSWER
-            self.call_soon(protocol.data_received, said)
-
-        protocol.connection_made(Wire(answer))
-        return None, protocol
-
-
-def run(work: Any) -> Any:
-    with asyncio.Runner(loop_factory=Loop) as runner:
-        return runner.run(work)
+    connection.connection_made(Wire(answer))  # type: ignore[arg-type]
+    return connection
 
 
 def request(kind: str) -> bytes:
@@ -203,11 +194,12 @@ def main() -> int:
     parser.add_argument("--instructions", action="store_true", help="count instead of timing; needs valgrind")
     parser.add_argument("--only", nargs=2, metavar=("FEATURE", "KIND"), help="run requests of one kind and end")
     args = parser.parse_args()
+    Pool.connect = connect  # type: ignore[method-assign]
     app.Tracer = lambda endpoint: Tracer(endpoint, Nowhere())  # type: ignore[assignment,misc]
     if args.only:
         with tempfile.TemporaryDirectory() as folder:
             settle_memory()
-            run(spend(args.only[1], args.requests, **features(folder)[args.only[0]]))
+            uvloop.run(spend(args.only[1], args.requests, **features(folder)[args.only[0]]))
         return 0
     if args.instructions:
         print(counted())
@@ -215,7 +207,7 @@ def main() -> int:
     if args.profile:
         profile = cProfile.Profile()
         profile.enable()
-        run(spend(args.profile, args.requests))
+        uvloop.run(spend(args.profile, args.requests))
         profile.disable()
         pstats.Stats(profile).sort_stats("tottime").print_stats(45)
         return 0
@@ -227,7 +219,7 @@ def main() -> int:
                 for kind in kinds:
                     count = args.requests // (10 if kind == "220 KB" else 3 if "spans" in name else 1)
                     gc.collect()
-                    spent = run(spend(kind, count, **settings))
+                    spent = uvloop.run(spend(kind, count, **settings))
                     row = best.setdefault(name, {})
                     row[kind] = min(spent, row.get(kind, spent))
     base = best["nothing more"]

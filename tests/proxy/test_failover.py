@@ -571,7 +571,6 @@ def test_an_answer_of_prefill_that_crosses_with_the_clients_leaving_leaves_no_ti
     with_spares(test, prefill=1)
 
 
-@pytest.mark.doubles
 def test_an_answer_of_prefill_that_is_here_unread_when_its_client_leaves_leaves_no_ticket() -> None:
     async def test(made: House) -> None:
         free = asyncio.Event()

@@ -69,7 +69,6 @@ def test_a_pair_that_fails_alone_is_not_used_for_a_while_and_then_tried_again() 
     assert pairs.may("P0", "D1", 5.3)
 
 
-@pytest.mark.doubles
 def test_nothing_is_kept_of_pairs_that_work() -> None:
     pairs = Pairs(BreakerRules())
     pairs.fail("P0", "D0", 0.0, "500")

@@ -68,7 +68,6 @@ def test_power_of_two_takes_the_less_loaded_of_its_two_and_so_never_the_most_loa
     assert counted(PowerOfTwo(seed=1), among[:1], 3) == [3]
 
 
-@pytest.mark.doubles
 def test_who_is_chosen_while_half_open_is_on_trial_and_others_are_not() -> None:
     tried: list[str] = []
     among = pool(2)

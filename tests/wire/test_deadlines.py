@@ -292,7 +292,6 @@ def test_a_client_that_takes_nothing_is_cut_off_and_a_slow_one_is_not() -> None:
     assert desk.socket.aborted
 
 
-@pytest.mark.doubles
 @pytest.mark.parametrize("more", [HEAD + b"hello", HEAD, b"nonsense\r\n\r\n"])
 @pytest.mark.parametrize("answered", [True, False])
 def test_asking_on_does_not_save_a_client_that_takes_nothing(more: bytes, answered: bool) -> None:

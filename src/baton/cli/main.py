@@ -9,7 +9,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from baton import __version__, compiled
+from baton import __version__
 from baton.cli.parser import Failure, Parser
 
 _COMMANDS = {
@@ -35,8 +35,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         name, rest = _command(words)
-        if name == "proxy":
-            compiled.use()
         # Only the named command is imported: `baton proxy` must not pay for the launcher.
         return int(importlib.import_module(f"baton.cli.{name}").run(rest))
     except Failure as failure:

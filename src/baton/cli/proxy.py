@@ -15,19 +15,17 @@ from typing import Any
 
 from baton.cli.parser import Failure, Parser, count, count_or_zero, milliseconds, multiplier, part, port_number, seconds
 from baton.cluster import Endpoint, Role, TransferMode
-from baton.compiled import form
 from baton.http import Limits
 from baton.proxy import (
     MOST_TURNS,
     POLICIES,
     TTL_SECONDS,
-    USUAL_BREAKER,
     USUAL_PATIENCE,
-    USUAL_PROBES,
     BadInstancesFile,
     BreakerRules,
     OnNoTransfer,
     Patience,
+    ProbeRules,
     ProxySettings,
     Retries,
     TracingUnavailable,
@@ -39,7 +37,6 @@ from baton.proxy import (
 )
 
 SPARE_DESCRIPTORS = 64
-_LIMITS = Limits()
 TURNS = ("BATON_BIDIRECTIONAL_KV", "VLLM_NEURON_BIDIRECTIONAL_KV")
 OTLP = "http://127.0.0.1:4318/v1/traces"
 
@@ -59,7 +56,7 @@ def run(words: Sequence[str]) -> int:
 
     def on_ready(_: object = None) -> None:
         print(
-            f"baton proxy ({form()}): listening on {where(args)}, "
+            f"baton proxy: listening on {where(args)}, "
             f"{_names(endpoints, Role.PREFILL)} to {_names(endpoints, Role.DECODE)}"
             + (f", {args.workers} workers" if args.workers > 1 else ""),
             flush=True,
@@ -472,31 +469,31 @@ def _health(parser: Parser) -> None:
     group.add_argument(
         "--health-check-interval-secs",
         type=seconds,
-        default=USUAL_PROBES.interval_seconds,
+        default=ProbeRules.interval_seconds,
         metavar="S",
-        help=f"between two probes of an engine (default: {USUAL_PROBES.interval_seconds:g})",
+        help=f"between two probes of an engine (default: {ProbeRules.interval_seconds:g})",
     )
     group.add_argument(
         "--health-check-timeout-secs",
         type=seconds,
-        default=USUAL_PROBES.timeout_seconds,
+        default=ProbeRules.timeout_seconds,
         metavar="S",
-        help=f"for one probe (default: {USUAL_PROBES.timeout_seconds:g})",
+        help=f"for one probe (default: {ProbeRules.timeout_seconds:g})",
     )
     group.add_argument(
         "--health-failure-threshold",
         type=count,
-        default=USUAL_PROBES.failures,
+        default=ProbeRules.failures,
         metavar="N",
         help=f"bad probes in a row that take an engine out; a refused connection does at once (default: "
-        f"{USUAL_PROBES.failures})",
+        f"{ProbeRules.failures})",
     )
     group.add_argument(
         "--health-success-threshold",
         type=count,
-        default=USUAL_PROBES.successes,
+        default=ProbeRules.successes,
         metavar="N",
-        help=f"good probes in a row that take it in again (default: {USUAL_PROBES.successes})",
+        help=f"good probes in a row that take it in again (default: {ProbeRules.successes})",
     )
     group.add_argument(
         "--health-check-endpoint",
@@ -508,30 +505,30 @@ def _health(parser: Parser) -> None:
     group.add_argument(
         "--cb-failure-threshold",
         type=count,
-        default=USUAL_BREAKER.failures,
+        default=BreakerRules.failures,
         metavar="N",
-        help=f"failed requests in a row that take an engine out (default: {USUAL_BREAKER.failures})",
+        help=f"failed requests in a row that take an engine out (default: {BreakerRules.failures})",
     )
     group.add_argument(
         "--cb-success-threshold",
         type=count,
-        default=USUAL_BREAKER.successes,
+        default=BreakerRules.successes,
         metavar="N",
-        help=f"good trials in a row that take it in again (default: {USUAL_BREAKER.successes})",
+        help=f"good trials in a row that take it in again (default: {BreakerRules.successes})",
     )
     group.add_argument(
         "--cb-timeout-duration-secs",
         type=seconds,
-        default=USUAL_BREAKER.open_seconds,
+        default=BreakerRules.open_seconds,
         metavar="S",
-        help=f"until the first trial, and between trials (default: {USUAL_BREAKER.open_seconds:g})",
+        help=f"until the first trial, and between trials (default: {BreakerRules.open_seconds:g})",
     )
     group.add_argument(
         "--cb-window-duration-secs",
         type=seconds,
-        default=USUAL_BREAKER.window_seconds,
+        default=BreakerRules.window_seconds,
         metavar="S",
-        help=f"failed requests further apart are not in a row (default: {USUAL_BREAKER.window_seconds:g})",
+        help=f"failed requests further apart are not in a row (default: {BreakerRules.window_seconds:g})",
     )
     group.add_argument(
         "--disable-circuit-breaker", action="store_true", help="only probes and refused connections take an engine out"
@@ -673,16 +670,16 @@ def _load(parser: Parser) -> None:
     group.add_argument(
         "--max-connections",
         type=count,
-        default=_LIMITS.connections,
+        default=Limits.connections,
         metavar="N",
-        help=f"clients' connections at once; more are 503 (default: {_LIMITS.connections})",
+        help=f"clients' connections at once; more are 503 (default: {Limits.connections})",
     )
     group.add_argument(
         "--max-payload-size",
         type=count,
-        default=_LIMITS.body_bytes,
+        default=Limits.body_bytes,
         metavar="BYTES",
-        help=f"of one request; more is 413 (default: {_LIMITS.body_bytes})",
+        help=f"of one request; more is 413 (default: {Limits.body_bytes})",
     )
     group.add_argument(
         "--sse-keepalive-secs",

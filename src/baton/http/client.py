@@ -6,16 +6,24 @@ import asyncio
 import errno
 import ssl
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final, cast
 
-from baton.http.client_connection import NEVER, ClientConnection, Late, Response
-from baton.http.failures import ConnectFailed, OutOfDescriptors, TlsFailed, TooLate, TooSlow
+from baton.http.client_connection import (
+    NEVER,
+    ClientConnection,
+    ConnectFailed,
+    Late,
+    OutOfDescriptors,
+    Response,
+    TlsFailed,
+    TooLate,
+    TooSlow,
+)
 from baton.http.messages import Header, head
 from baton.http.outbox import Buffer, Outbox
 
-JOINED_BYTES: Final = 32 << 10
+JOINED_BYTES = 32 << 10
 _CLOSED_AT_ONCE = "no connection: the server closed it at once"
 
 
@@ -278,8 +286,6 @@ class Pool:
         loop = asyncio.get_running_loop()
         origin, times = self.origin, self.timeouts
         connection = ClientConnection(loop, self._outbox, self._lost)
-        # It is one for all that asyncio asks of it.
-        factory = cast(Callable[[], asyncio.Protocol], lambda: connection)
         tls, name = origin.tls, None if origin.tls is None else origin.host
         all_of_it = times.total is not None and (times.connect is None or times.total <= times.connect)
         seconds = times.total if all_of_it else times.connect
@@ -288,9 +294,11 @@ class Pool:
         try:
             async with asyncio.timeout(seconds) as clock:
                 if origin.path is not None:
-                    await loop.create_unix_connection(factory, origin.path, ssl=tls, server_hostname=name)
+                    await loop.create_unix_connection(lambda: connection, origin.path, ssl=tls, server_hostname=name)
                 else:
-                    await loop.create_connection(factory, origin.host, origin.port, ssl=tls, server_hostname=name)
+                    await loop.create_connection(
+                        lambda: connection, origin.host, origin.port, ssl=tls, server_hostname=name
+                    )
             if self._closed or not connection.open:
                 raise ConnectFailed("no connection: the pool is closed" if self._closed else _CLOSED_AT_ONCE)
         except BaseException as error:

@@ -12,23 +12,60 @@ import os
 import socket
 import time
 from collections.abc import Callable, Sequence
-from typing import Final, cast
+from typing import cast
 
 import httptools
 
-from baton.http.failures import Broken, ClientError, TooSlow
 from baton.http.messages import Header, first
 from baton.http.outbox import Buffer, Outbox
 from baton.http.watch import watch_peer
 
-HEAD_BYTES: Final = 256 << 10
+HEAD_BYTES = 256 << 10
 """Of a response's head, of its trailers, and of what stands between two pieces of its body."""
 
 
-NEVER: Final = math.inf
+NEVER = math.inf
 
 Late = Callable[["Response", bytes], None]
 """Takes a whole answer that came when nobody waited for it any more."""
+
+
+class ClientError(ConnectionError):
+    """A request that did not get its whole response."""
+
+
+class ConnectFailed(ClientError):
+    """No connection could be made; nothing was sent."""
+
+
+class OutOfDescriptors(ConnectFailed):
+    """This process or this machine has no file descriptor left for a connection; the peer is not to blame."""
+
+
+class TlsFailed(ConnectFailed):
+    """The peer does not speak TLS, or is not who it should be."""
+
+
+class Broken(ClientError):
+    """The peer closed or broke the protocol before its response was whole.
+
+    Attributes:
+        began: whether any byte of the response had come.
+        reused: whether the connection had served a request before.
+    """
+
+    def __init__(self, message: str, *, began: bool, reused: bool) -> None:
+        super().__init__(message)
+        self.began = began
+        self.reused = reused
+
+
+class TooSlow(ClientError):
+    """A deadline passed."""
+
+
+class TooLate(ClientError):
+    """The moment after which a request was not to be sent had passed; nothing was sent."""
 
 
 class Response:
@@ -84,8 +121,8 @@ class _Odd(Exception):
     """A response that two parsers could read in two ways."""
 
 
-class ClientConnection:
-    """One connection to one server; one request at a time. An asyncio protocol, which need not inherit from one.
+class ClientConnection(asyncio.Protocol):
+    """One connection to one server; one request at a time.
 
     Attributes:
         requests: how many it has served, with the one under way.
@@ -352,12 +389,6 @@ class ClientConnection:
             self._break("the connection was lost before the answer was whole")
         self._keep_alive = False
         self._on_lost(self)
-
-    def pause_writing(self) -> None:
-        """A request is sent however slow the server is: its body is here already."""
-
-    def resume_writing(self) -> None:
-        """See :meth:`pause_writing`."""
 
     # httptools' callbacks
 

@@ -12,31 +12,54 @@ import socket
 import struct
 from collections import deque
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Final, cast
+from typing import Protocol, cast
 
 import httptools
 
 from baton.http.messages import Header, Request, head, status_line
+from baton.http.outbox import Outbox
 from baton.http.responder import Responder
-from baton.http.rules import Refused, check_head, is_path, origin_form
-
-if TYPE_CHECKING:
-    from baton.http.server import Server
+from baton.http.rules import Limits, Refused, check_head, is_path, origin_form
 
 logger = logging.getLogger("baton.http")
 
 LINGER_SECONDS = 2.0
-NEVER: Final = float("inf")
+NEVER = float("inf")
 
 Handler = Callable[[Request, Responder], Awaitable[None]]
 Refusal = Callable[[int, str], tuple[bytes, bytes]]
 """From a status and a reason to the content type and body of a refusal."""
 
 
-class Connection:
-    """One client's connection: an asyncio protocol, which need not inherit from one."""
+class Host(Protocol):
+    """What a connection asks of the server that it belongs to.
 
-    def __init__(self, server: Server) -> None:
+    Attributes:
+        handler, limits, refusal: the server's.
+        connections: those that are open; each adds and removes itself.
+        outbox: through which all of them write.
+        busy: handlers that are running.
+    """
+
+    handler: Handler
+    limits: Limits
+    refusal: Refusal
+    connections: set[Connection]
+    outbox: Outbox
+    busy: int
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """Where handlers run."""
+
+    def check_drained(self) -> None:
+        """Called when a connection has ended."""
+
+
+class Connection(asyncio.Protocol):
+    """One client's connection."""
+
+    def __init__(self, server: Host) -> None:
         # for as long as the server
         self._server = server
         self._limits = server.limits

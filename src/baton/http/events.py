@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Final
 
-_CLEAN_ENDS: Final[tuple[bytes, ...]] = (b"\n\n", b"\r\n\r\n")
-_TAIL: Final = 3
+_CLEAN_ENDS = (b"\n\n", b"\r\n\r\n")
+_TAIL = 3
 
 
 class EventBuffer:

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import http
 from collections.abc import Iterable
-from typing import Final
 
 Header = tuple[bytes, bytes]
 
-STATUS_LINES: Final = {
-    status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in http.HTTPStatus
-}
+STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in http.HTTPStatus}
 
-LAST_CHUNK: Final = b"0\r\n\r\n"
+LAST_CHUNK = b"0\r\n\r\n"
 
 
 class Request:

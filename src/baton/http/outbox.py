@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Final
 
 Buffer = bytes | memoryview
-BUSY: Final = 5
+BUSY = 5
 """So many at once are much."""
 
 

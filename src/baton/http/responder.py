@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from baton.http.messages import LAST_CHUNK, Header, Request, chunk, head, status_line
 
-if TYPE_CHECKING:
-    from baton.http.connection import Connection
+
+class Outlet(Protocol):
+    """What a responder asks of its connection.
+
+    Attributes:
+        write_paused: whether the client is behind.
+    """
+
+    write_paused: bool
+
+    def write(self, data: bytes) -> None: ...
+
+    def soon(self, callback: Callable[[], None]) -> None:
+        """Have *callback* called in the loop's next turn."""
+
+    def abort(self, *, reset: bool = False) -> None: ...
 
 
 class Responder:
@@ -23,7 +37,7 @@ class Responder:
 
     __slots__ = ("_chunked", "_connection", "_held", "_request", "ended", "on_pause", "on_resume", "started")
 
-    def __init__(self, connection: Connection, request: Request) -> None:
+    def __init__(self, connection: Outlet, request: Request) -> None:
         self._connection = connection
         self._request = request
         self._chunked = False

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Final, NoReturn
+from typing import NoReturn
 
 from baton.http.messages import Request
 
 # RFC 3986's reg-name, IP literals and a port; empty is allowed (RFC 9112, 3.2).
-_is_host: Final = re.compile(rb"(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._~!$&'()*+,;=%-]*)(?::[0-9]*)?").fullmatch
+_is_host = re.compile(rb"(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._~!$&'()*+,;=%-]*)(?::[0-9]*)?").fullmatch
 _ABSOLUTE = re.compile(rb"https?://[^/?#]+", re.IGNORECASE)
-is_path: Final = re.compile(rb"/[\x21-\x7e]*").fullmatch
-_LONGEST_LENGTH: Final = 19  # digits: what fits 64 bits
+is_path = re.compile(rb"/[\x21-\x7e]*").fullmatch
+_LONGEST_LENGTH = 19  # digits: what fits 64 bits
 
 
 @dataclass(frozen=True)

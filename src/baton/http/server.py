@@ -6,8 +6,6 @@ import asyncio
 import os
 import socket
 import ssl
-from collections.abc import Iterable
-from typing import Any, cast
 
 from baton.http.connection import Connection, Handler, Refusal
 from baton.http.outbox import Outbox
@@ -60,7 +58,7 @@ class Server:
         """
         self._loop = asyncio.get_running_loop()
         server = await self._loop.create_server(
-            self._connect,
+            lambda: Connection(self),
             host,
             port,
             ssl=tls,
@@ -69,7 +67,7 @@ class Server:
             reuse_port=reuse_port or None,
         )
         self._begin(server)
-        return [each.getsockname()[:2] for each in sockets_of(server)]
+        return [each.getsockname()[:2] for each in server.sockets]
 
     async def listen_unix(self, path: str) -> None:
         """Listen on a Unix socket.
@@ -78,7 +76,7 @@ class Server:
             OSError: the path cannot be had.
         """
         self._loop = asyncio.get_running_loop()
-        self._begin(await self._loop.create_unix_server(self._connect, path, backlog=ACCEPTS_AT_ONCE))
+        self._begin(await self._loop.create_unix_server(lambda: Connection(self), path, backlog=ACCEPTS_AT_ONCE))
 
     async def close(self, grace_seconds: float = 0.0) -> None:
         """Take no new connections, let what is under way finish for *grace_seconds*, then cut the rest."""
@@ -98,18 +96,13 @@ class Server:
                 await asyncio.sleep(0)
         self._servers = []
 
-    def _connect(self) -> asyncio.Protocol:
-        # It is one for all that asyncio asks of it.
-        return cast(asyncio.Protocol, Connection(self))
-
     def check_drained(self) -> None:
-        """Called when a connection has ended."""
         if self._drained is not None and not self.connections:
             self._drained.set()
 
     def _begin(self, server: asyncio.Server) -> None:
         self._servers.append(server)
-        for each in sockets_of(server):
+        for each in server.sockets:
             # Through a copy, since what asyncio shows of its sockets cannot listen.
             with socket.socket(fileno=os.dup(each.fileno())) as listener:
                 listener.listen(BACKLOG)
@@ -123,9 +116,3 @@ class Server:
         for connection in [each for each in self.connections if each.deadline <= now]:
             connection.late()
         self._sweeping = self.loop.call_later(SWEEP_SECONDS, self._sweep)
-
-
-def sockets_of(server: Any) -> Iterable[socket.socket]:
-    """What *server* listens on. Any, since uvloop's has a list where asyncio's has a tuple."""
-    sockets: Iterable[socket.socket] = server.sockets
-    return sockets

@@ -2,7 +2,7 @@
 
 from baton.proxy.app import Proxy, ProxySettings, serve, serve_workers
 from baton.proxy.attempts import Retries
-from baton.proxy.breaker import USUAL_BREAKER, USUAL_PROBES, BreakerRules, ProbeRules
+from baton.proxy.breaker import BreakerRules, ProbeRules
 from baton.proxy.door import read_keys
 from baton.proxy.fleet import Fleet, NoInstance
 from baton.proxy.instances_file import BadInstancesFile
@@ -18,9 +18,7 @@ __all__ = [
     "MOST_TURNS",
     "POLICIES",
     "TTL_SECONDS",
-    "USUAL_BREAKER",
     "USUAL_PATIENCE",
-    "USUAL_PROBES",
     "BadInstancesFile",
     "BreakerRules",
     "Fleet",

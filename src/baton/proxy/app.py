@@ -14,7 +14,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import orjson
 
@@ -26,7 +26,7 @@ from baton.proxy.admin import ADMIN, OPEN, by_first, instance_routes, reasons_ro
 from baton.proxy.admission import Gate
 from baton.proxy.attempts import Retries
 from baton.proxy.beat import Beats
-from baton.proxy.breaker import USUAL_BREAKER, USUAL_PROBES, BreakerRules, ProbeRules
+from baton.proxy.breaker import USUAL_BREAKER, BreakerRules, ProbeRules
 from baton.proxy.client_tickets import Signer
 from baton.proxy.deadlines import Deadlines
 from baton.proxy.deliver import ToClient
@@ -56,11 +56,11 @@ logger = logging.getLogger("baton.proxy")
 
 RELEASE_SECONDS = 1.0
 """How long a stop waits for decode servers to be told of tickets that nobody will use."""
-LEFT: Final = 499
+LEFT = 499
 """The status that is counted for a request whose client left before its answer was whole."""
 # Request ids: random for each start, then counted; a random number each would cost a system call.
-_BOOT: Final = secrets.token_hex(10).encode()
-_NUMBERS: Final = itertools.count()
+_BOOT = secrets.token_hex(10).encode()
+_NUMBERS = itertools.count()
 
 Told = (legs.Refused, NoInstance, ProxyError, EngineRefusal, StreamFailed)
 
@@ -127,10 +127,10 @@ class ProxySettings:
     patience: Patience = USUAL_PATIENCE
     retries: Retries = field(default_factory=Retries)
     ticket_max_age_seconds: float | None = None
-    probe_interval_seconds: float = USUAL_PROBES.interval_seconds
-    probe_timeout_seconds: float = USUAL_PROBES.timeout_seconds
-    probe_failures: int = USUAL_PROBES.failures
-    probe_successes: int = USUAL_PROBES.successes
+    probe_interval_seconds: float = ProbeRules.interval_seconds
+    probe_timeout_seconds: float = ProbeRules.timeout_seconds
+    probe_failures: int = ProbeRules.failures
+    probe_successes: int = ProbeRules.successes
     probe_path: str = "/health"
     breaker: BreakerRules = USUAL_BREAKER
     instances_file: str | None = None

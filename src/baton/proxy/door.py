@@ -6,13 +6,12 @@ import hashlib
 import hmac
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Final
 
 from baton.http import Header, Request
 from baton.proxy.errors import ProxyError
 
-_FORWARDED: Final = frozenset((b"authorization", b"traceparent", b"tracestate"))
-_RANK: Final = b"x-data-parallel-rank"
+_FORWARDED = frozenset((b"authorization", b"traceparent", b"tracestate"))
+_RANK = b"x-data-parallel-rank"
 _ALLOWED_METHODS = b"GET, POST, OPTIONS"
 _PREFLIGHT_SECONDS = b"600"
 _EXPOSED = b"x-request-id, x-baton-prefill, x-baton-decode, retry-after"

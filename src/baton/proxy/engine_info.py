@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import orjson
 
@@ -22,7 +22,7 @@ _MODES: Mapping[Any, TransferMode] = {word: mode for mode, word in WORDS.items()
 
 _RANK = re.compile(r"_dp\d+$")
 
-LEASE_SECONDS: Final = 30.0
+LEASE_SECONDS = 30.0
 """vLLM's own (0.32, nixl/base_scheduler.py, ``kv_lease_duration``), for engines that do not say theirs."""
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any
 
 import orjson
 
@@ -10,7 +10,7 @@ from baton.cluster import Role
 from baton.http import Header
 from baton.proxy.legs import Style
 
-JSON: Final[Header] = (b"content-type", b"application/json")
+JSON: Header = (b"content-type", b"application/json")
 _TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -38,9 +38,7 @@ class Fault(Exception):
         at: the role of the engine that it is of; None when it is of none.
     """
 
-    def __init__(self, message: str) -> None:
-        super().__init__(message)
-        self.at: Role | None = None
+    at: Role | None = None
 
 
 class ProxyError(Fault):

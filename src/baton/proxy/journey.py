@@ -71,6 +71,7 @@ class State(enum.StrEnum):
     CANCELLED = "cancelled"
 
 
+@dataclass(slots=True)
 class Times:
     """When a request passed each mark, on the monotonic clock in seconds; 0 while it has not.
 
@@ -83,29 +84,18 @@ class Times:
         first_event: the first event of a stream passed.
     """
 
-    __slots__ = ("admitted", "arrived", "decode_head", "decode_sent", "first_event", "prefill_sent", "prefilled")
-
-    def __init__(  # noqa: PLR0917 - a record
-        self,
-        arrived: float,
-        admitted: float = 0.0,
-        prefill_sent: float = 0.0,
-        prefilled: float = 0.0,
-        decode_sent: float = 0.0,
-        decode_head: float = 0.0,
-        first_event: float = 0.0,
-    ) -> None:
-        self.arrived = arrived
-        self.admitted = admitted
-        self.prefill_sent = prefill_sent
-        self.prefilled = prefilled
-        self.decode_sent = decode_sent
-        self.decode_head = decode_head
-        self.first_event = first_event
+    arrived: float
+    admitted: float = 0.0
+    prefill_sent: float = 0.0
+    prefilled: float = 0.0
+    decode_sent: float = 0.0
+    decode_head: float = 0.0
+    first_event: float = 0.0
 
 
+@dataclass(slots=True)
 class Journey:
-    """What is known of one request. Written out and no dataclass, whose constructor stays Python when it is compiled.
+    """What is known of one request.
 
     Attributes:
         request: as it came.
@@ -134,75 +124,31 @@ class Journey:
         heard: whether the client has got a part of the answer: from then on nothing can be tried again.
     """
 
-    __slots__ = (
-        "admitted",
-        "answer_headers",
-        "attempts",
-        "beat",
-        "body",
-        "booked",
-        "decode",
-        "decode_headers",
-        "due",
-        "headers",
-        "heard",
-        "named",
-        "on_prefilled",
-        "places",
-        "prefill",
-        "raw",
-        "request",
-        "request_id",
-        "retries",
-        "rules",
-        "span",
-        "state",
-        "ticket",
-        "times",
-        "turn",
-    )
-
-    def __init__(  # noqa: PLR0917 - a record
-        self,
-        request: Request,
-        rules: legs.Rules,
-        body: legs.Body,
-        raw: bytes,
-        request_id: bytes,
-        headers: list[Header],
-        answer_headers: list[Header],
-        times: Times,
-        decode_headers: Sequence[Header] = (),
-        *,
-        span: Span | None = None,
-        named: bool = True,
-        due: float = math.inf,
-    ) -> None:
-        self.request = request
-        self.rules = rules
-        self.body = body
-        self.raw = raw
-        self.request_id = request_id
-        self.headers = headers
-        self.answer_headers = answer_headers
-        self.times = times
-        self.decode_headers = decode_headers
-        self.span = span
-        self.named = named
-        self.due = due
-        self.state = State.RECEIVED
-        self.prefill: ProxyInstance | None = None
-        self.decode: ProxyInstance | None = None
-        self.on_prefilled: Callable[[], None] | None = None
-        self.beat: Beat | None = None
-        self.admitted = False
-        self.places = 0
-        self.booked: ProxyInstance | None = None
-        self.turn: Turn | None = None
-        self.attempts: Attempts | None = None
-        self.retries = 0
-        self.ticket: Ticket | None = None
-        self.heard = False
+    request: Request
+    rules: legs.Rules
+    body: legs.Body
+    raw: bytes
+    request_id: bytes
+    headers: list[Header]
+    answer_headers: list[Header]
+    times: Times
+    decode_headers: Sequence[Header] = ()
+    state: State = State.RECEIVED
+    prefill: ProxyInstance | None = None
+    decode: ProxyInstance | None = None
+    on_prefilled: Callable[[], None] | None = None
+    span: Span | None = None
+    beat: Beat | None = None
+    named: bool = True
+    admitted: bool = False
+    places: int = 0
+    booked: ProxyInstance | None = None
+    turn: Turn | None = None
+    due: float = math.inf
+    attempts: Attempts | None = None
+    retries: int = 0
+    ticket: Ticket | None = None
+    heard: bool = False
 
     def part(self, part: Part) -> Journey:
         """The journey of one part of it, with an id of its own."""

@@ -10,7 +10,7 @@ import enum
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import msgspec
 import orjson
@@ -65,14 +65,14 @@ _SAMPLING = frozenset(
     {"min_tokens", "stop", "stop_token_ids", "n", "best_of", "use_beam_search", "logprobs", "top_logprobs", "echo"}
 )
 # An error without stream.
-_STREAM: Final = frozenset({"stream_options"})
-LONG_BODY: Final = 16 << 10
-LONG_VALUE: Final = 4 << 10
-_SHALLOW: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_STREAM = frozenset({"stream_options"})
+LONG_BODY = 16 << 10
+LONG_VALUE = 4 << 10
+_SHALLOW = msgspec.json.Decoder(dict[str, msgspec.Raw])
 # Objects that may hold what only the proxy may say, or the sampling fields.
-_LOOKED_INTO: Final = frozenset({*DOORS, *TRUSTED_KEYS, CONVERSATION_KEY})
-_EMPTY: Final = re.compile(rb"\s*\}")
-PROMPT_SCORES: Final[tuple[str, ...]] = ("prompt_logprobs", "prompt_logprob_token_ids")
+_LOOKED_INTO = frozenset({*DOORS, *TRUSTED_KEYS, CONVERSATION_KEY})
+_EMPTY = re.compile(rb"\s*\}")
+PROMPT_SCORES = ("prompt_logprobs", "prompt_logprob_token_ids")
 """What asks for the logits of the prompt, which only the prefill server sees."""
 
 COMPLETIONS = Rules(
@@ -89,7 +89,7 @@ CHAT = Rules(
     dropped=_SAMPLING | _STREAM,
     added={"ignore_eos": True},
 )
-RULES: Final[Mapping[str, Rules]] = {
+RULES: Mapping[str, Rules] = {
     "/v1/completions": COMPLETIONS,
     "/v1/chat/completions": CHAT,
     "/v1/responses": Rules(

@@ -5,11 +5,12 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
-from typing import Final, Protocol
+from typing import Protocol
 
 from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
 
 from baton.cluster import Role
 from baton.proxy.admission import Gate
@@ -19,25 +20,7 @@ from baton.proxy.transfers import Transfers
 from baton.proxy.turn_metrics import families
 from baton.proxy.turns import TurnStore
 
-_SECONDS: Final[tuple[float, ...]] = (
-    0.001,
-    0.0025,
-    0.005,
-    0.01,
-    0.025,
-    0.05,
-    0.1,
-    0.25,
-    0.5,
-    1,
-    2.5,
-    5,
-    10,
-    30,
-    60,
-    120,
-    300,
-)
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 PARTS = ("queue", "prefill", "hand_off", "first_token", "overhead")
 """What the time to the first token of a stream is made of; together they are all of it."""
 
@@ -93,7 +76,7 @@ class Marks(Protocol):
     first_event: float
 
 
-class Metrics:
+class Metrics(Collector):
     """All metrics of a proxy, counted by hand since they are counted often."""
 
     def __init__(

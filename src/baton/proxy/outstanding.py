@@ -10,13 +10,12 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable
-from typing import Final
 
 from baton.proxy.engine_info import LEASE_SECONDS
 from baton.proxy.fleet import ProxyInstance
 from baton.proxy.ticket import Ticket
 
-USABLE: Final = 2 / 3
+USABLE = 2 / 3
 """The part of a lease during which its ticket is used: the rest is for the decode server, which must admit the request
 and meet the prefill server before it can renew the lease."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Final, Protocol
+from typing import Protocol
 
 from baton.http import EventBuffer, last_of
 from baton.proxy.answers import Correction
@@ -11,7 +11,7 @@ from baton.proxy.errors import ProxyError, StreamFailed
 from baton.proxy.legs import Rules
 from baton.proxy.metrics import Metrics
 
-_DONE: Final = b"[DONE]\n\n"
+_DONE = b"[DONE]\n\n"
 
 
 class Write(Protocol):

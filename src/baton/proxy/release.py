@@ -8,7 +8,6 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
 
 from baton.cluster import Role
 from baton.http import Buffer, ClientError, Header, Response
@@ -22,10 +21,10 @@ from baton.proxy.upstream import Leg, Upstream
 
 logger = logging.getLogger("baton.proxy")
 
-LINGER_SECONDS: Final = 0.5
+LINGER_SECONDS = 0.5
 """How long a decode server may take to notice a request whose client has left. It must: with the ticket in its
 hands it tells the prefill server to free the blocks, also when the request is aborted; nobody else can."""
-LATE_SECONDS: Final = 0.5
+LATE_SECONDS = 0.5
 """How long a prefill server whose client has left is listened to: its answer may be on its way, with a ticket."""
 NO_MODEL = "baton-no-such-model"
 """What a revoked ticket is sent for: see :func:`revocation`."""

@@ -8,19 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 from baton.cluster import TransferMode
 from baton.hand_over import TICKET_KEY, push_params
 from baton.proxy.engine_info import WORDS, EngineInfo
 
-TRUSTED_KEYS: Final[tuple[str, ...]] = (TICKET_KEY, "ec_transfer_params")
+TRUSTED_KEYS = (TICKET_KEY, "ec_transfer_params")
 """What an engine believes without asking: it names hosts, ports and blocks. Only the proxy may say it."""
 
-CONVERSATION_KEY: Final = "conversation_id"
+CONVERSATION_KEY = "conversation_id"
 """Which conversation a request belongs to, for the proxy alone: no engine knows the field."""
 
-DOORS: Final[tuple[str, ...]] = ("vllm_xargs", "extra_args", "sampling_params")
+DOORS = ("vllm_xargs", "extra_args", "sampling_params")
 """Objects within a body whose keys an engine takes for the same."""
 
 

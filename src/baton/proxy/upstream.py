@@ -9,7 +9,6 @@ import ssl
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final
 
 from baton.cluster import Role
 from baton.http import (
@@ -38,13 +37,13 @@ from baton.proxy.tracing import Span
 logger = logging.getLogger("baton.proxy")
 
 SWEEP_SECONDS = 1.0
-SILENT_SECONDS: Final = 30.0
+SILENT_SECONDS = 30.0
 """For how long a leg on an engine that answers no probe is waited for, when there is no other engine or the client has
 a part of the answer: it may only stand still for a while."""
-_TYPE: Final = b"content-type"
+_TYPE = b"content-type"
 # What an engine's answer says to the client besides its body; framing is our own.
-_PASSED: Final = frozenset((b"retry-after", b"www-authenticate"))
-_PASSED_FAMILY: Final = b"x-ratelimit-"
+_PASSED = frozenset((b"retry-after", b"www-authenticate"))
+_PASSED_FAMILY = b"x-ratelimit-"
 _WINDOW_BITS = {b"gzip": 31, b"x-gzip": 31, b"deflate": 15}
 
 
