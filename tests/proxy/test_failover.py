@@ -587,7 +587,7 @@ def test_an_answer_of_prefill_that_is_here_unread_when_its_client_leaves_leaves_
         (task,) = [
             each
             for each in asyncio.all_tasks()
-            if each.get_coro().__qualname__ == "handle"  # type: ignore[union-attr]
+            if each.get_coro().__qualname__ == "Connection._run"  # type: ignore[union-attr]
         ]
         complete = connection._complete_now
 

@@ -65,7 +65,7 @@ def test_a_pair_that_fails_alone_is_not_used_for_a_while_and_then_tried_again() 
     assert pairs.may("P0", "D0", 1.0)
     assert pairs.may("P0", "D1", 5.2)
     pairs.worked("P0", "D1", 5.3)
-    assert not pairs.troubled
+    assert not pairs.bad
     assert pairs.may("P0", "D1", 5.3)
 
 
@@ -74,9 +74,9 @@ def test_nothing_is_kept_of_pairs_that_work() -> None:
     pairs.fail("P0", "D0", 0.0, "500")
     for now in range(1, 50):
         pairs.worked("P1", "D0", float(now))
-    assert pairs.troubled
+    assert pairs.bad
     pairs.worked("P0", "D0", 50.0)
-    assert not pairs.troubled
+    assert not pairs.bad
     assert vars(pairs)["_worked_at"] == {}
 
 
@@ -195,7 +195,7 @@ def test_what_comes_of_hand_offs_with_one_that_has_left_is_not_kept(clock: Clock
     made.pair_failed(first, decode, "500")
     made.pair_worked(first, decode)
     assert made.pairs.failed == {}
-    assert not made.pairs.troubled
+    assert not made.pairs.bad
 
 
 def test_several_engines_behind_one_address_are_not_taken_for_restarts(clock: Clock) -> None:

@@ -461,16 +461,16 @@ class Fleet:
 
     def may_pair(self, prefill: ProxyInstance, decode: ProxyInstance) -> bool:
         """Whether the two may hand over, as far as earlier hand-offs between them say."""
-        return not self.pairs.troubled or self.pairs.may(prefill.id, decode.id, time.monotonic())
+        return not self.pairs.bad or self.pairs.may(prefill.id, decode.id, time.monotonic())
 
     def pair_chosen(self, prefill: ProxyInstance, decode: ProxyInstance) -> None:
         """A request is about to be handed over from the one to the other."""
-        if self.pairs.troubled:
+        if self.pairs.bad:
             self.pairs.chosen(prefill.id, decode.id, time.monotonic())
 
     def pair_worked(self, prefill: ProxyInstance, decode: ProxyInstance) -> None:
         """A decode leg with a ticket of *prefill* succeeded."""
-        if self.pairs.troubled and not prefill.removed and not decode.removed:
+        if self.pairs.bad and not prefill.removed and not decode.removed:
             self.pairs.worked(prefill.id, decode.id, time.monotonic())
         for instance in (prefill, decode):
             if instance.hand_offs.failures:

@@ -256,7 +256,7 @@ def choose(journey: Journey, way: Way) -> None:
         journey.prefill = way.prefill_policy.pick(prefills)
     if journey.decode is None or journey.decode not in decodes:
         journey.decode = way.decode_policy.pick(decodes)
-    if not way.fleet.may_pair(journey.prefill, journey.decode):
+    if way.fleet.pairs.bad and not way.fleet.may_pair(journey.prefill, journey.decode):
         fitting = [each for each in decodes if way.fleet.may_pair(journey.prefill, each)]
         if fitting:
             journey.decode = way.decode_policy.pick(fitting)
@@ -264,8 +264,10 @@ def choose(journey: Journey, way: Way) -> None:
             journey.prefill = way.prefill_policy.pick(others)
     if way.decode_places:
         journey.book(journey.decode)
-    check_rank(journey.decode_headers, journey.decode.ranks)
-    way.fleet.pair_chosen(journey.prefill, journey.decode)
+    if journey.decode_headers:
+        check_rank(journey.decode_headers, journey.decode.ranks)
+    if way.fleet.pairs.bad:
+        way.fleet.pair_chosen(journey.prefill, journey.decode)
     journey.state = State.ADMITTED
 
 

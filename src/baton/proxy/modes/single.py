@@ -34,11 +34,16 @@ async def run_single(journey: Journey, way: Way, deliver: Deliver) -> None:
         EngineRefusal, StreamFailed: an engine answered with an error.
         ProxyError: a leg failed, or the fleet's engines cannot hand over to each other.
     """
-    way.transfers.expected += 1
-    if way.transfers.policy is OnNoTransfer.FALLBACK:
+    transfers = way.transfers
+    transfers.expected += 1
+    if transfers.policy is OnNoTransfer.FALLBACK:
         await run_or_alone(_run, journey, way, deliver)
-    else:
-        await _run(journey, way, deliver)
+        return
+    # _run(), without the coroutine: every request passes here, and wakes it up three times
+    try:
+        await _RUNS[way.fleet.mode](journey, way, deliver)
+    except Fault as error:
+        await again(journey, way, error, lambda: _RUNS[way.fleet.mode](journey, way, deliver))
 
 
 async def _run(journey: Journey, way: Way, deliver: Deliver) -> None:
