@@ -10,17 +10,22 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import aiohttp
 import orjson
 
 from baton.cluster import Cluster, Instance, Role, TransferMode
 from baton.counters import total
 from baton.launch.findings import Finding, bad, note, ok, skipped
 from baton.launch.hand_off import COUNT_SECONDS, HandOffFailed, Peer, hand_over
+from baton.launch.lazy import lazily
 from baton.launch.ports import means_here, peer_nodes
 from baton.launch.probe import url_of
+
+if TYPE_CHECKING:
+    import aiohttp
+else:
+    aiohttp = lazily("aiohttp")
 
 ANSWER_SECONDS = 5.0
 CONNECT_SECONDS = 3.0

@@ -7,13 +7,18 @@ import secrets
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import aiohttp
 import orjson
 
 from baton.hand_over import ASK, push_params
+from baton.launch.lazy import lazily
 from baton.launch.probe import counter_if_any, url_of
+
+if TYPE_CHECKING:
+    import aiohttp
+else:
+    aiohttp = lazily("aiohttp")
 
 NIXL_BYTES = "vllm:nixl_bytes_transferred_sum"
 COUNT_SECONDS = 12.0

@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterable, Mapping
-from typing import Any
-
-import aiohttp
+from typing import TYPE_CHECKING, Any
 
 from baton.launch.cluster_run import PROXY, here
 from baton.launch.control import ControlFailed, ask_status
+from baton.launch.lazy import lazily
 from baton.launch.proxy_client import ProxyClient, ProxyRefused
 from baton.launch.record import ClusterRecord, runs
+
+if TYPE_CHECKING:
+    import aiohttp
+else:
+    aiohttp = lazily("aiohttp")
 
 ENGINE_SECONDS = 1.0
 """Limit for all that one engine is asked; all are asked at once."""

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-
-import aiohttp
+from typing import TYPE_CHECKING
 
 from baton.counters import total
+from baton.launch.lazy import lazily
 from baton.launch.supervisor import Probe
+
+if TYPE_CHECKING:
+    import aiohttp
+else:
+    aiohttp = lazily("aiohttp")
 
 PROBE_SECONDS = 2.0
 

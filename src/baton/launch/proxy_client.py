@@ -5,14 +5,19 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import aiohttp
 import orjson
 
 from baton.cluster import Cluster, Endpoint
 from baton.launch.commands import flag_value
+from baton.launch.lazy import lazily
 from baton.launch.probe import url_of
+
+if TYPE_CHECKING:
+    import aiohttp
+else:
+    aiohttp = lazily("aiohttp")
 
 ASK_SECONDS = 5.0
 LOOK_SECONDS = 0.1
