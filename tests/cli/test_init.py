@@ -6,6 +6,7 @@ import os
 import pty
 import re
 import select
+import signal
 import sys
 import time
 from pathlib import Path
@@ -26,6 +27,8 @@ class Terminal:
         self.screen = ""
         self._pid, self._screen = pty.fork()
         if self._pid == 0:
+            # Whoever is started in the background ignores it, and so do its children.
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
             os.chdir(folder)
             os.execv(sys.executable, [sys.executable, "-m", "baton.cli", "init", *words])
 

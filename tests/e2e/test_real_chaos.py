@@ -295,6 +295,7 @@ def test_a_prefill_server_that_stands_still_holds_its_requests_up_and_spoils_non
     lab.at_rest()
 
 
+@pytest.mark.long  # test_restarts.py kills one of each by default
 @pytest.mark.parametrize("role", ["decode", "prefill"])
 def test_an_engine_that_is_killed_under_load_comes_back_and_nothing_is_wrong(lab: Lab, role: str) -> None:
     servers: Any = lab.cluster.decode if role == "decode" else lab.cluster.prefill
