@@ -722,16 +722,22 @@ def test_a_ticket_is_out_no_longer_once_the_stream_has_begun() -> None:
     with_spares(test)
 
 
+def held_up(made: House) -> asyncio.Event:
+    """Let no decode server answer before this event."""
+    free = asyncio.Event()
+
+    async def slow(engine: FakeEngine, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        await free.wait()
+        return await decode_answer(engine, request, body)
+
+    for engine in made.decode:
+        engine.answer = slow
+    return free
+
+
 def test_a_request_in_line_has_no_blocks_anywhere() -> None:
     async def test(made: House) -> None:
-        free = asyncio.Event()
-
-        async def slow(engine: FakeEngine, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-            await free.wait()
-            return await decode_answer(engine, request, body)
-
-        for engine in made.decode:
-            engine.answer = slow
+        free = held_up(made)
         asking = [asyncio.ensure_future(ask(made)) for _ in range(5)]
         await until(lambda: sum(len(each.bodies) for each in made.decode) == 2 and made.proxy.way.gate.waiting == 3)
         assert sum(len(each.bodies) for each in made.prefill) == 2
@@ -743,14 +749,7 @@ def test_a_request_in_line_has_no_blocks_anywhere() -> None:
 
 def test_a_request_for_which_no_decode_server_has_a_place_waits_before_its_prefill() -> None:
     async def test(made: House) -> None:
-        free = asyncio.Event()
-
-        async def slow(engine: FakeEngine, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-            await free.wait()
-            return await decode_answer(engine, request, body)
-
-        for engine in made.decode:
-            engine.answer = slow
+        free = held_up(made)
         gate, pool = made.proxy.way.decode_gate, made.proxy.fleet.pools[D]
         assert gate is not None
         asking = [asyncio.create_task(ask(made)) for _ in range(7)]
