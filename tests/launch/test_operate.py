@@ -39,6 +39,7 @@ async def kept(folder: Path, **keeping: Any) -> AsyncIterator[tuple[Operator, li
         await operator.begin()
         await supervisor.until_ready(60)
         operator.write()
+        operator.opens()
         keep = asyncio.create_task(operator.keep())
         try:
             yield operator, []
@@ -108,6 +109,27 @@ def test_nothing_is_started_again_when_nobody_wants_it(tmp_path: Path) -> None:
 def test_the_wait_doubles_and_is_bounded() -> None:
     assert [wait_before(number) for number in range(4)] == [0.0, 0.5, 1.0, 2.0]
     assert wait_before(1_000_000) == LONGEST_WAIT_SECONDS
+
+
+def test_a_cluster_that_is_starting_tells_how_far_it_is_and_takes_no_changes(tmp_path: Path) -> None:
+    async def go() -> None:
+        environ = {"XDG_STATE_HOME": str(tmp_path)}
+        async with Supervisor(tmp_path / "logs", "run-starting") as supervisor:
+            operator = operator_of(supervisor, cluster_of(free_ports(5)), "c", environ)
+            await operator.begin()
+            async with listening(operator, operator.record.control):
+                record = stored(tmp_path)
+                states = {each["id"]: each["state"] for each in await ask_status(record)}
+                assert states == {"P0": "importing vLLM", "D0": "importing vLLM", "proxy": "waiting for the engines"}
+                for what, body in (("scale", {"decode": 2}), ("drain", ["D0"]), ("restart", ["D0"])):
+                    with pytest.raises(ControlFailed, match="the cluster is still starting: `baton status` tells"):
+                        await ask_change(record, what, body, lambda _: None)
+                await supervisor.until_ready(60)
+                assert {each["state"] for each in await ask_status(record)} == {"ready"}
+                operator.opens()
+                await ask_change(record, "drain", ["D0"], lambda _: None)
+
+    asyncio.run(go())
 
 
 def test_servers_come_and_go_while_it_serves(tmp_path: Path) -> None:

@@ -185,23 +185,25 @@ async def _up(
         operator = Operator(supervisor, record, command_of, proxy, keeping=keeping, environ=os.environ, room=room)
         try:
             await operator.begin(left.alive if left is not None else ())
-            with Progress(supervisor) as progress:
-                if not await _unless(stop, supervisor.until_ready(args.start_timeout, progress.update)):
-                    print("stopping", flush=True)
-                    return 130
-            operator.write()
-            slowest = max(child.seconds for child in supervisor.children)
-            what = url if fronted else f"the share of {node}; the proxy is on {cluster.proxy_node}"
-            print(f"taken over: {what}" if left else f"ready after {slowest:.0f} s: {what}", flush=True)
-            if args.prompt is not None:
-                asking = ask(cluster, model.served_name, args.prompt, args.max_tokens, print_text)
-                answered = await _unless(stop, supervisor.watching(asking))
-                if answered:
-                    print("\nto keep it running: baton up", flush=True)
-                return 0 if answered else 130
-            print("try:\n" + _curl(url, model.served_name) if fronted else "", flush=True)
-            print("Ctrl-C stops everything", flush=True)
+            # From here on `baton status` is told what each process is doing.
             async with listening(operator, record.control):
+                with Progress(supervisor) as progress:
+                    if not await _unless(stop, supervisor.until_ready(args.start_timeout, progress.update)):
+                        print("stopping", flush=True)
+                        return 130
+                operator.write()
+                slowest = max(child.seconds for child in supervisor.children)
+                what = url if fronted else f"the share of {node}; the proxy is on {cluster.proxy_node}"
+                print(f"taken over: {what}" if left else f"ready after {slowest:.0f} s: {what}", flush=True)
+                if args.prompt is not None:
+                    asking = ask(cluster, model.served_name, args.prompt, args.max_tokens, print_text)
+                    answered = await _unless(stop, supervisor.watching(asking))
+                    if answered:
+                        print("\nto keep it running: baton up", flush=True)
+                    return 0 if answered else 130
+                print("try:\n" + _curl(url, model.served_name) if fronted else "", flush=True)
+                operator.opens()
+                print("Ctrl-C stops everything", flush=True)
                 await _unless(stop, operator.keep())
             print("stopping", flush=True)
         finally:

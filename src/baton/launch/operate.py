@@ -10,7 +10,7 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,6 +113,7 @@ class Operator:
         self._fortunes: dict[str, Fortune] = {}
         # One change at a time; looking is always allowed.
         self._change = asyncio.Lock()
+        self._open = False
         self._wake = asyncio.Event()
         self._reviving: dict[str, asyncio.Task[None]] = {}
 
@@ -138,6 +139,10 @@ class Operator:
         self.write()
         if left:
             await self._recall_drained(known)
+
+    def opens(self) -> None:
+        """Take changes from now on: all of it has answered."""
+        self._open = True
 
     def write(self) -> None:
         """Bring the record on disk up to date."""
@@ -286,6 +291,17 @@ class Operator:
 
     # changes
 
+    @contextlib.asynccontextmanager
+    async def _changing(self) -> AsyncIterator[None]:
+        """
+        Raises:
+            LaunchError: it is still starting.
+        """
+        if not self._open:
+            raise LaunchError("the cluster is still starting: `baton status` tells how far it is; then try again")
+        async with self._change:
+            yield
+
     async def scale(self, wanted: Mapping[Role, int], say: Say) -> None:
         """Start or stop instances until there are as many of each role as *wanted*.
 
@@ -293,7 +309,7 @@ class Operator:
             LaunchError: there is no room for them, or one did not come up.
             ProxyRefused: the proxy does not go along; what was started for it has been stopped.
         """
-        async with self._change:
+        async with self._changing():
             for role, count in wanted.items():
                 if count < 1:
                     raise LaunchError(f"--{role} {count}: a cluster needs at least one {role} server")
@@ -345,7 +361,7 @@ class Operator:
             LaunchError: there is none of that name.
             ProxyRefused: the proxy does not go along.
         """
-        async with self._change:
+        async with self._changing():
             for instance in self._named(names):
                 await self._drain(instance, say)
 
@@ -356,7 +372,7 @@ class Operator:
             LaunchError: there is none of that name, or it does not come up.
             ProxyRefused: the proxy does not go along.
         """
-        async with self._change:
+        async with self._changing():
             chosen = self._named([name for name in names if name != PROXY])
             for instance in chosen:
                 await self._drain(instance, say)
