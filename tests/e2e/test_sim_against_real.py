@@ -22,7 +22,6 @@ def test_the_fake_differs_from_real_engines_only_where_it_is_meant_to(pair: Pair
 
 
 @pytest.mark.long
-@pytest.mark.xfail(strict=True, reason="75 and 89 differences: docs/lab.md")
 @pytest.mark.parametrize("mode", ["write", "turns"])
 def test_nor_does_it_in_write_mode_and_with_turns(mode: str, logs: Path) -> None:
     engine = Engine((*MODES[mode].flags, "--enable-prompt-tokens-details", "--enable-scale-out"))

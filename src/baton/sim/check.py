@@ -243,7 +243,9 @@ async def compare(prefill: str, decode: str, chosen: Sequence[Case] | None = Non
         try:
             fake = Pair(lab.engines["P0"].url, lab.engines["D0"].url, settings.model, settings.mode)
             found: list[Difference] = []
-            for case in cases(settings.mode, bidirectional=settings.bidirectional) if chosen is None else chosen:
+            if chosen is None:
+                chosen = cases(settings.mode, bidirectional=settings.bidirectional, longest=settings.longest)
+            for case in chosen:
                 try:
                     seen = await observe(session, real, case)
                 except (aiohttp.ClientError, TimeoutError) as error:

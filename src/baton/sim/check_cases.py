@@ -88,16 +88,22 @@ _POISON = "a ticket used twice is refused by Baton's connector, and read all the
 _SYSTEM = "usage of a chat names tokens that were put into a cache; here nobody counts them"
 
 
-def cases(mode: TransferMode = TransferMode.READ, *, bidirectional: bool = False) -> list[Case]:
-    """What is compared of engines in *mode*, which keep turns when they are *bidirectional*."""
+def cases(mode: TransferMode = TransferMode.READ, *, bidirectional: bool = False, longest: int = 1024) -> list[Case]:
+    """What is compared of engines in *mode*, which keep turns when they are *bidirectional*.
+
+    Args:
+        longest: their context, in tokens.
+    """
     chosen = [
-        case for case in _all() if (mode is TransferMode.READ or not case.reads) and (bidirectional or not case.turns)
+        case
+        for case in _all(longest)
+        if (mode is TransferMode.READ or not case.reads) and (bidirectional or not case.turns)
     ]
     # Those that leave something behind come last.
     return sorted(chosen, key=lambda case: not case.frees)
 
 
-def _all() -> list[Case]:
+def _all(longest: int) -> list[Case]:
     made = [
         Case("get health", (Step("P", "/health"), Step("D", "/health"))),
         Case("get models", (Step("P", "/v1/models"),)),
@@ -143,7 +149,8 @@ def _all() -> list[Case]:
         Case("stream_options without stream", (Step("P", COMPLETIONS, _completion(stream_options=usage)),)),
         Case("cap of 0", (Step("P", COMPLETIONS, _completion(max_tokens=0)),)),
         Case("cap of 0, chat", (Step("P", CHAT, {**BODIES[CHAT], "max_tokens": 0}),)),
-        Case("prompt too long", (Step("P", COMPLETIONS, _completion(prompt="word " * 9_000)),)),
+        # Not by much: a text that is far too long is refused by its characters, before it is made tokens.
+        Case("prompt too long", (Step("P", COMPLETIONS, _completion(prompt="word " * (longest + longest // 4))),)),
         Case("cap too high", (Step("P", COMPLETIONS, _completion(max_tokens=99_999_999)),)),
         Case("no prompt", (Step("P", COMPLETIONS, {}),)),
         Case("negative temperature", (Step("P", COMPLETIONS, _completion(temperature=-1)),)),
@@ -180,7 +187,7 @@ def _all() -> list[Case]:
             "abort with a ticket",
             (
                 Step("P", COMPLETIONS, leg(COMPLETIONS)),
-                Step("D", COMPLETIONS, _completion(max_tokens=500), ticket=0, leave=0.05),
+                Step("D", COMPLETIONS, _completion(max_tokens=longest // 2, ignore_eos=True), ticket=0, leave=0.05),
             ),
         ),
         Case(
@@ -194,7 +201,7 @@ def _all() -> list[Case]:
 
 def _turns(path: str) -> Iterator[Case]:
     """A conversation's second turn, whose prefill starts from what the decode server has kept."""
-    body = BODIES[path]
+    body = {**BODIES[path], "ignore_eos": True}
     if path == CHAT:
         said = [*body["messages"], {"role": "assistant", "content": "one"}, {"role": "user", "content": "and then?"}]
         longer: dict[str, Any] = {**body, "messages": said}
