@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+from tests.e2e import tiny
 from tests.e2e.topology import MODEL, Engine, cluster
 
 from baton.models import EMBEDDED, ensure
@@ -33,13 +34,16 @@ MODES = ("read", "write")
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7, help="requests of each length in each mode")
+    parser.add_argument(
+        "--tiny", action="store_true", help="a model of four tiny layers, so that the hand-off is most of it"
+    )
     parser.add_argument("--logs", metavar="DIR", help="where logs stay (default: they go)")
     args = parser.parse_args()
-    model = ensure(EMBEDDED["smollm2-135m-instruct"])
     cores = sorted(os.sched_getaffinity(0))
     with tempfile.TemporaryDirectory(prefix="modes-") as folder, ExitStack() as stack:
         logs = Path(args.logs or folder)
         logs.mkdir(parents=True, exist_ok=True)
+        model = tiny.llama(Path(folder) / "model") if args.tiny else ensure(EMBEDDED["smollm2-135m-instruct"])
         ports = {}
         for mode in MODES:
             more = ("--transfer-mode", mode, "--max-model-len", "1024", "--kv-cache-memory-bytes", str(1 << 28))
@@ -52,7 +56,7 @@ def main() -> None:
             times: dict[str, list[float]] = {mode: [] for mode in MODES}
             for _ in range(args.rounds):
                 for mode in MODES:
-                    prompt = [chance.randrange(1000, 40_000) for _ in range(length)]
+                    prompt = [chance.randrange(5, 250 if args.tiny else 40_000) for _ in range(length)]
                     times[mode].append(first_token(ports[mode], prompt))
             read, write = (statistics.median(times[mode]) for mode in MODES)
             print(f"| {length} tokens | {read * 1e3:.0f} ms | {write * 1e3:.0f} ms | {write / read:.2f} |", flush=True)

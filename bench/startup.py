@@ -24,7 +24,7 @@ from typing import Any
 
 import psutil
 
-from baton.launch import Command, PlanRequest, Supervisor, installed_engine, plan
+from baton.launch import Command, PlanRequest, Supervisor, estimates, installed_engine, plan
 from baton.launch.cluster_run import cluster_commands, probe_of
 from baton.launch.devices import available_cpus
 from baton.launch.leftovers import session_members
@@ -42,6 +42,7 @@ async def measure(kind: str, idle_seconds: float) -> dict[str, Any]:
         name: switched(command, KINDS[kind])
         for name, command in cluster_commands(cluster, resolve(MODEL), installed_engine()).items()
     }
+    planned = estimates({each.id: commands[each.id] for each in cluster.instances})
     with tempfile.TemporaryDirectory() as logs:
         async with Supervisor(Path(logs)) as supervisor:
             started = time.monotonic()
@@ -61,6 +62,7 @@ async def measure(kind: str, idle_seconds: float) -> dict[str, Any]:
                     for name, child in children.items()
                 },
                 "memory_mb": {name: memory_bytes(child.process.pid) / 1e6 for name, child in children.items()},
+                "planned_mb": {name: each.total / 1e6 for name, each in planned.items()},
             }
 
 
@@ -106,6 +108,8 @@ def report(results: Mapping[str, list[dict[str, Any]]]) -> None:
     for name in ("P0", "D0", "proxy"):
         rows[f"{name} idle, % of a core"] = lambda run, name=name: run["idle_percent"][name]
         rows[f"{name} memory, MB (PSS)"] = lambda run, name=name: run["memory_mb"][name]
+        if name != "proxy":
+            rows[f"{name} memory as planned, MB"] = lambda run, name=name: run["planned_mb"][name]
     for row, pick in rows.items():
         print(
             f"| {row} | "

@@ -30,3 +30,13 @@ def free_ports(count: int) -> list[int]:
 def free_port() -> int:
     """One of them."""
     return free_ports(1)[0]
+
+
+def free_range(count: int) -> int:
+    """The first of *count* free ports in a row."""
+    while True:
+        first = free_port()
+        with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
+            for port in range(first, first + count):
+                stack.enter_context(socket.create_server(("127.0.0.1", port)))
+            return first

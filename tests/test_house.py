@@ -15,12 +15,14 @@ SOURCE = ROOT / "src" / "baton"
 # room -> the rooms it may import; docs/decisions.md gives the reasons
 MAY_IMPORT = {
     "cluster": set(),
+    "counters": set(),
+    "hand_over": set(),
     "models": set(),
     "engine": set(),
     "http": set(),
-    "proxy": {"cluster", "http"},
-    "launch": {"cluster", "models", "engine"},
-    "sim": {"cluster", "http", "proxy"},
+    "proxy": {"cluster", "counters", "hand_over", "http"},
+    "launch": {"cluster", "counters", "hand_over", "models", "engine"},
+    "sim": {"cluster", "hand_over", "http", "proxy"},
     "cli": {"cluster", "http", "models", "engine", "proxy", "launch", "sim"},
 }
 

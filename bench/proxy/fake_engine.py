@@ -33,6 +33,7 @@ def event(data: bytes) -> bytes:
     return b"%x\r\n%b\r\n" % (len(line), line)
 
 
+EVENT = event(json.dumps(_EVENT).encode())
 HEALTH = whole(b"{}")
 UNKNOWN = b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n"
 ANSWER = whole(
@@ -92,7 +93,7 @@ class FakeEngine(asyncio.Protocol):
         transport.write(HEAD)
         for _ in range(self.tokens):
             await asyncio.sleep(1 / self.rate)
-            transport.write(event(json.dumps(_EVENT).encode()))
+            transport.write(EVENT)
         transport.write(event(b"[DONE]") + b"0\r\n\r\n")
 
     def answer(self, head: bytes, body: bytes) -> bytes:

@@ -74,7 +74,8 @@ def ours(port: int, prefill: str, decode: str, folder: str) -> tuple[str, ...]:
         *("--prefiller-ports", prefill, "--decoder-ports", decode),
         *("--api-key", "other", "--api-key", "key", "--access-log", f"{folder}/{port}.log"),
         *("--cors-allowed-origins", "https://a.example", "--max-concurrent-requests", "10000"),
-        *("--request-timeout-secs", "1800", "--sse-keepalive-secs", "15"),
+        # The engines are fake: there is nothing to be proven.
+        *("--request-timeout-secs", "1800", "--sse-keepalive-secs", "15", "--no-warm-up"),
     )
 
 

@@ -17,9 +17,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
-from baton.launch.leftovers import session_alive, shared_memory_of
+from baton.launch.leftovers import session_alive, session_members, shared_memory_of
 from baton.launch.phases import reason_of
 
 START_SECONDS = 400
@@ -43,10 +44,11 @@ class Server:
     port: int
     log: Path
     segments: set[Path] = field(default_factory=set)
+    host: str = "127.0.0.1"
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://{self.host}:{self.port}"
 
     def wait_healthy(self, path: str = "/health") -> None:
         deadline = time.monotonic() + START_SECONDS
@@ -157,3 +159,8 @@ def eventually(read: Callable[[], Any], expected: Any, seconds: float = 120.0) -
     while (value := read()) != expected and time.monotonic() < deadline:
         time.sleep(0.1)
     return value
+
+
+def memory_of(session: int) -> int:
+    """Bytes that the processes of a session take; pages that several share count once (PSS)."""
+    return sum(int(psutil.Process(pid).memory_full_info().pss) for pid in session_members(session))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import random
-import socket
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.e2e.engines import BATON, START_SECONDS, Server, eventually, generate, generate_all, start
-from tests.ports import free_ports
+from tests.ports import free_ports, free_range
 
 BLOCK = 32
 """Tokens a KV block in these clusters: the least that attention on CPU takes."""
@@ -90,7 +89,7 @@ def cluster(
 
 def start_engine(name: str, model: Path, role: str, engine: Engine, logs: Path) -> Server:
     """One server of *model*, started by Baton's own command; not yet healthy."""
-    port, side = free_ports(1)[0], _free_range(engine.side_channels)
+    port, side = free_ports(1)[0], free_range(engine.side_channels)
     argv = (*BATON, "engine", str(model), "--role", role, "--port", str(port))
     argv += ("--side-channel-port", str(side), *FLAGS, *engine.flags)
     # More threads than cores would wait for each other in turns.
@@ -116,16 +115,6 @@ def untried_pairs(proxy: Server) -> int:
     with urllib.request.urlopen(f"{proxy.url}/health", timeout=30) as response:
         pairs = json.load(response).get("warm_up", {"pairs": 0, "tried": 0})
     return int(pairs["pairs"] - pairs["tried"])
-
-
-def _free_range(count: int) -> int:
-    """The first of *count* free ports in a row."""
-    while True:
-        first = free_ports(1)[0]
-        with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
-            for port in range(first, first + count):
-                stack.enter_context(socket.create_server(("127.0.0.1", port)))
-            return first
 
 
 def prompts(seed: int = 1) -> dict[str, list[int]]:

@@ -14,13 +14,15 @@ import pytest
 pytest.importorskip("vllm")
 
 from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import RequestStatus
 
-from baton.engine import push
+from baton.engine import push, schedulers
 from baton.engine.bounds import PushBounds
 from baton.engine.counters import BatonStats
 from baton.engine.held import Claim, Held
 from baton.engine.push import NO, BatonPushWorker
 from baton.engine.schedulers import BatonPullScheduler
+from baton.engine.waiting import RUNG_SECONDS, SHORTEST_SECONDS, Naps
 from baton.engine.workers import BatonPullWorker, LateNotices
 
 
@@ -28,7 +30,9 @@ def scheduler(pinned: set[str] = frozenset(), receiving: set[str] = frozenset())
     made: Any = object.__new__(BatonPullScheduler)
     made._held, made._pinned, made._receiving, made._read_early = Held(), set(pinned), set(receiving), set()
     made._loads, made._kept_blocks, made.stats = {}, {}, BatonStats()
+    made._naps, made._idle, made.naps_itself = Naps(), False, False
     made._heartbeat_req_engine, made._heartbeat_by_engine, made._reqs_not_processed = {}, {}, set()
+    made._reqs_in_batch = set()
     return made
 
 
@@ -68,6 +72,54 @@ def test_a_request_that_was_named_before_it_was_done_is_not_pinned_for_ever() ->
     made.is_bidirectional_kv_xfer_enabled = False
     assert made.request_finished(running, ([1],)) == (False, None)
     assert made._reqs_not_processed == {"running"}
+
+
+# how long the engine may wait for input
+
+
+def test_who_has_something_to_do_does_not_wait() -> None:
+    made = scheduler({"a"})
+    assert made.patience() == 0
+    made._idle = True
+    assert made.patience() == SHORTEST_SECONDS
+    noticed(made, {"a"}, set())
+    assert made.patience() == 0
+
+
+def test_a_push_is_waited_for_until_it_is_rung_for() -> None:
+    made = scheduler(receiving={"b"})
+    made._idle, made._TRANSFER_MODE = True, "push"
+    assert made.patience() == RUNG_SECONDS
+    made.naps_itself = True  # nobody can wake it
+    assert made.patience() == SHORTEST_SECONDS
+
+
+def test_a_read_is_looked_after_often_at_first() -> None:
+    made = scheduler(receiving={"b"})
+    made._idle = True
+    assert made.patience() == SHORTEST_SECONDS
+
+
+@pytest.mark.parametrize("ticket", [{"keep_blocks": True}, {"remote_port": 1}, {"do_remote_decode": False}])
+def test_the_worker_knows_whatever_is_pinned(monkeypatch: pytest.MonkeyPatch, ticket: dict[str, Any]) -> None:
+    """It ends no lease of what it never heard of: with a ticket that asks for nothing blocks stayed for ever."""
+    made = scheduler()
+    made.is_bidirectional_kv_xfer_enabled, made.block_size = True, 4
+    made.kv_cache_config = SimpleNamespace(num_blocks=100)
+    pinned = {"remote_num_tokens": 4, "remote_block_ids": ([1],)}
+    monkeypatch.setattr(schedulers.NixlPullConnectorScheduler, "request_finished", lambda *_: (True, dict(pinned)))
+    done = SimpleNamespace(
+        request_id="r",
+        kv_transfer_params=ticket,
+        status=RequestStatus.FINISHED_STOPPED,
+        all_token_ids=[1, 2, 3, 4],
+        mm_features=None,
+        prompt_embeds=None,
+        lora_request=None,
+        cache_salt=None,
+    )
+    assert made.request_finished(done, ([1],))[0]
+    assert made._reqs_in_batch == {"r"}
 
 
 def test_what_was_sent_is_not_held_any_more() -> None:
@@ -165,6 +217,7 @@ def pusher() -> Any:
     made._pending_completion_notifs = queue.Queue()
     made._push_writer_wake, made.tp_rank, made.xfer_stats = threading.Event(), 0, BatonStats()
     made._pushing, made._prompts, made._push_finished_blocks = set(), {}, {}
+    made._writes, made._send_failures, made._deferred_push_inbox = {}, set(), queue.Queue()
     made.transfer_topo = object()
     return made
 
@@ -178,6 +231,15 @@ REGISTRATION = {
     "local_block_ids": ([4],),
     "prompt": [3, b"digest"],
 }
+
+
+def test_notices_are_rung_for_but_for_renewed_leases() -> None:
+    rings: list[None] = []
+    notices = push._Ringing(SimpleNamespace(ring=lambda: rings.append(None)))  # type: ignore[arg-type]
+    notices.put(b"HB:a,b")
+    assert rings == []
+    notices.put(b"d-1:1")
+    assert (len(rings), notices.get_nowait(), notices.get_nowait()) == (1, b"HB:a,b", b"d-1:1")
 
 
 def test_a_push_that_never_comes_is_given_up_in_time() -> None:
@@ -225,6 +287,37 @@ def test_another_prompt_is_not_pushed_and_its_own_may_still_come(ours: tuple[int
     made._do_start_push_kv("p-1", ([9],), REGISTRATION)
     assert told == [("agent", NO + b"d-1")]
     assert made._push_finished_blocks == {"p-1": ([9],)}
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_write_that_failed_is_told_to_who_waits_for_it(monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
+    """vLLM keeps it to itself, and the decode server holds its blocks for minutes."""
+    made = pusher()
+    made._sending_transfers["p-1"] = [1]
+    monkeypatch.setattr(push.NixlPushConnectorWorker, "_do_start_push_kv", lambda *_: None)
+    made._do_start_push_kv("p-1", ([9],), REGISTRATION)
+    over = ({"p-1"}, {"p-1"}) if fails else ({"p-1"}, set())
+    monkeypatch.setattr(push.NixlPushConnectorWorker, "_pop_done_transfers", lambda *_: over)
+    made._pop_done_transfers(made._sending_transfers)
+    assert made._writes == {}
+    assert made._deferred_push_inbox.empty() is not fails
+    if fails:
+        told: list[bytes] = []
+        made._ensure_handshake, made._remote_agents = lambda *_: None, {"d": {(0, 0): "agent"}}
+        made.nixl_wrapper = SimpleNamespace(send_notif=lambda _, notif_msg: told.append(notif_msg))
+        made._do_start_push_kv(*made._deferred_push_inbox.get_nowait())
+        assert told == [NO + b"d-1"]
+
+
+def test_a_write_that_could_not_begin_is_told_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = pusher()
+
+    def refuse(worker: Any, request_id: str, *_: Any) -> None:
+        worker._send_failures.add(request_id)
+
+    monkeypatch.setattr(push.NixlPushConnectorWorker, "_do_start_push_kv", refuse)
+    made._do_start_push_kv("p-1", ([9],), REGISTRATION)
+    assert made._deferred_push_inbox.get_nowait()[2]["refused"]
 
 
 def test_the_same_prompt_is_pushed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -154,6 +154,7 @@ async def up(name: str, folder: str, ports: list[int]) -> None:
         await supervisor.until_ready(60)
         operator.write()
         async with listening(operator, operator.record.control):
+            operator.opens()
             print("up", flush=True)
             await operator.keep()
 

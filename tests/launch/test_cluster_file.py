@@ -176,7 +176,12 @@ def test_json_says_the_same(tmp_path: Path) -> None:
             "model: m\nprefill:\n  prot: 1\ndecode: 1\n",
             "line 3: there is no key 'prefill[0].prot' (value 1): did you mean port?",
         ),
-        ("model: m\nprefill: 0\ndecode: 1\n", "line 2: prefill is 0: "),
+        ("model: m\nprefill: 0\ndecode: 1\n", "line 2: prefill is 0: say how many servers, 1 or more, or list them"),
+        ("model: m\nprefill: {tp: 2}\ndecode: 1\n", "'prefill[0].tp' (value 2): did you mean tensor_parallel_size?"),
+        (
+            SHORT + "defaults: {max_model_len: 9}\n",
+            "line 6: there is no key 'defaults.max_model_len' (value 9): did you mean limits.max_model_len?",
+        ),
         (SHORT + "device: gpu\n", "line 6: device is \"gpu\": choose 'cpu', 'cuda' or 'neuron'"),
         (
             "model: m\nprefill: {host: a, hosts: [b]}\ndecode: 1\n",
@@ -189,7 +194,7 @@ def test_json_says_the_same(tmp_path: Path) -> None:
             "model: m\nprefill: [{port: 80000}]\ndecode: [{}]\n",
             "line 2: prefill[0].port is 80000: it should be less than or equal to 65535",
         ),
-        ("model: m\nprefill: two\ndecode: [{}]\n", 'line 2: prefill is "two": it should be a tuple'),
+        ("model: m\nprefill: two\ndecode: [{}]\n", 'line 2: prefill is "two": say how many servers, 1 or more'),
         (SHORT + "transfer_mode: pull\n", "line 6: transfer_mode is \"pull\": choose 'read'"),
         (
             "model: m\nprefill: [{replicas: 0}]\ndecode: [{}]\n",
@@ -223,6 +228,20 @@ def test_what_is_wrong_is_one_line_with_file_key_value_and_remedy(tmp_path: Path
     assert str(caught.value).startswith(str(path))
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("modle: m\nprefill: 1\ndecode: 1\n", "there is no key 'modle' (value \"m\"): did you mean model?"),
+        ("model: m\nprefill: {replica: 2}\ndecode: 1\n", "'prefill[0].replica' (value 2): did you mean replicas?"),
+    ],
+)
+def test_what_follows_from_a_mistake_is_not_told_as_another_one(tmp_path: Path, text: str, said: str) -> None:
+    with pytest.raises(ClusterFileError) as caught:
+        read_cluster_file(file(tmp_path, text))
+    assert said in str(caught.value)
+    assert caught.value.others == ()
 
 
 def test_json_that_is_none_names_the_line(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from pathlib import Path
 
 import pytest
 
@@ -240,3 +241,16 @@ def test_flags_are_found_in_both_spellings() -> None:
     assert flag_value(["--ab", "1"], "--a") is None
     assert without_flag(["--a", "1", "x", "--a=2", "--b"], "--a") == ("x", "--b")
     assert dashed(["--max_num_seqs", "a_b", "--x_y=c_d"]) == ("--max-num-seqs", "a_b", "--x-y=c_d")
+
+
+def test_convolution_states_have_the_layout_that_can_be_handed_over(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"layer_types": ["mamba", "attention"]}')
+    model = ResolvedModel(str(tmp_path), "m")
+    request = EngineRequest(role=Role.DECODE)
+    made = engine_command(request, model, CUDA, {})
+    assert made.environ["VLLM_SSM_CONV_STATE_LAYOUT"] == "DS"
+    with pytest.raises(LaunchError, match="VLLM_SSM_CONV_STATE_LAYOUT=SD: the model's layers keep a state"):
+        engine_command(request, model, CUDA, {"VLLM_SSM_CONV_STATE_LAYOUT": "SD"})
+    (tmp_path / "config.json").write_text('{"layer_types": ["full_attention"]}')
+    made = engine_command(request, model, CUDA, {"VLLM_SSM_CONV_STATE_LAYOUT": "SD"})
+    assert "VLLM_SSM_CONV_STATE_LAYOUT" not in made.environ

@@ -351,6 +351,55 @@ def test_all_addresses_on_one_host_and_another_than_planned_are_notes() -> None:
     assert (found.verdict, "127.0.0.9" in found.what) == (Verdict.NOTE, True)
 
 
+def test_a_side_channel_that_two_engines_say_is_theirs_is_named() -> None:
+    engines = [*pair(), Engine(Role.PREFILL, about(Role.PREFILL, engine_id="q"))]
+
+    async def go() -> list[Finding]:
+        async with running(engines) as cluster:
+            for engine in (engines[0], engines[2]):
+                assert engine.about is not None
+                engine.about["side_channel_port"] = cluster.instances[0].side_channel_port
+            return (await check_cluster_running(cluster, QUICK))[0]
+
+    found = asyncio.run(go())
+    assert engines[0].about is not None
+    port = engines[0].about["side_channel_port"]
+    assert [each for each in wrong(found) if each[0] == "advertised host"] == [
+        ("advertised host", "P0", f"is met at 127.0.0.1:{port}, as P1 is"),
+        ("advertised host", "P1", f"is met at 127.0.0.1:{port}, as P0 is"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("node", "change", "looked_at", "elsewhere"),
+    [
+        ("a", {}, [], ["b"]),
+        ("b", {}, ["P0"], []),
+        (None, {}, ["P0", "D0"], []),
+        ("a", {"bidirectional": True}, ["D0"], ["b"]),
+        ("b", {"bidirectional": True}, ["P0"], ["a"]),
+        ("a", {"transfer_mode": TransferMode.WRITE}, ["D0"], ["b"]),
+        ("c", {}, [], ["b"]),
+    ],
+)
+def test_a_side_channel_is_looked_at_from_the_hosts_that_need_it(
+    node: str | None, change: dict[str, Any], looked_at: list[str], elsewhere: list[str]
+) -> None:
+    """P0 is on a, D0 on b: in read mode the decode server meets the prefill server, and for turns each the other."""
+    engines = pair()
+    mode = "push" if "transfer_mode" in change else "pull"
+    for engine in engines:
+        assert engine.about is not None
+        engine.about["transfer_mode"] = mode
+    findings = of(
+        visit(engines, lambda cluster: on_hosts(cluster).model_copy(update=change), settings=replace(QUICK, node=node)),
+        "side channel",
+    )
+    assert [each.subject for each in findings if each.verdict is Verdict.OK] == looked_at
+    said = [each.what for each in findings if each.verdict is Verdict.SKIPPED]
+    assert said == [f"that is seen there only: `baton doctor -f FILE --host {host}`" for host in elsewhere]
+
+
 def test_a_side_channel_that_does_not_listen_is_named_rank_by_rank() -> None:
     engines = pair()
     (port,) = free_ports(1)
@@ -514,7 +563,7 @@ def test_efa_is_looked_for_where_libfabric_is_asked_for_alone() -> None:
 def test_too_little_memory_for_what_is_not_up_is_said(tmp_path: Path) -> None:
     command = Command({}, ("python", "-m", "baton.engine.serve", str(tmp_path), "--kv-cache-memory-bytes", str(10**14)))
     (found,) = bad_of(list(check_memory_of({"D0": command}, known=True)))
-    assert found.startswith("memory: engines that are not up need about 100001.6 GB (D0 100001.6), and ")
+    assert found.startswith("memory: engines that are not up need about 100001.1 GB (D0 100001.1), and ")
     assert [each.verdict for each in check_memory_of({}, known=True)] == [Verdict.OK]
     assert [each.verdict for each in check_memory_of({"D0": command}, known=False)] == [Verdict.SKIPPED]
 
@@ -609,13 +658,19 @@ def test_something_bad_is_exit_code_1_with_its_remedy(quiet: str, capsys: pytest
     assert out.endswith("1 thing to mend\n")
 
 
-def test_on_which_host_it_is_can_be_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_on_which_host_it_is_can_be_said_and_is_known_by_its_address(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "c.yaml"
     path.write_text("model: /m\nhosts: {a: 10.0.0.1, b: 10.0.0.2}\nprefill: 1\ndecode: 1\n")
     assert main(["doctor", "-f", str(path), "--on", "c"]) == 2
     assert "--on c: the cluster has no such host; there are a, b" in capsys.readouterr().err
+    assert main(["doctor", "-f", str(path), "--host", "c"]) == 2
+    assert f"{path} plans 2 hosts (a, b): --host c is none of them" in capsys.readouterr().err
     cluster = plan_file(read_cluster_file(path), Flags(), (0,))
     assert [here(cluster, said) for said in ("b", None)] == ["b", None]
+    monkeypatch.setattr("baton.cli.doctor.addresses_here", lambda: {"127.0.0.1", "10.0.0.2"})
+    assert here(cluster, None) == "b"
     assert here(CLUSTER, None) == "localhost"
     (found,) = look_at_machine(Examination(cluster, None, CPU, {}))
-    assert found.what == "it is no host of the cluster, or --on does not say which"
+    assert found.what == "it is no host of the cluster, or --host does not say which"

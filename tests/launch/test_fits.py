@@ -125,7 +125,12 @@ def test_what_works_is_not_refused(prefill: str, decode: str) -> None:
         ({}, "--dtype float32", "", True),
         ({"quantization_config": {"a": 1}}, "--kv-cache-dtype fp8", "", True),
         ({"kv_lora_rank": 512}, "--block-size 32", "--block-size 64", True),
-        ({"layer_types": ["linear_attention", "full_attention"]}, "--block-size 32", "", True),
+        (
+            {"layer_types": ["linear_attention", "full_attention"]},
+            "--no-enable-prefix-caching --block-size 32",
+            "--no-enable-prefix-caching",
+            True,
+        ),
         ({"max_position_embeddings": 64, "rope_scaling": {"rope_type": "yarn"}}, "--max-model-len 128", "", True),
         (
             {"max_position_embeddings": 64, "rope_parameters": {"rope_type": "default"}},
@@ -148,6 +153,36 @@ def test_what_flags_leave_open_is_read_from_the_models_config(
     config: dict[str, Any], prefill: str, decode: str, fits: bool
 ) -> None:
     assert (pair(prefill, decode, config) == []) is fits
+
+
+CAUTIOUS = "--no-enable-prefix-caching"
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"layer_types": ["mamba", "attention"]},
+        {"layer_types": ["linear_attention", "full_attention"]},
+        {"mamba_d_state": 16},
+        {"text_config": {"hybrid_override_pattern": "M-M*"}},
+    ],
+)
+@pytest.mark.parametrize(
+    ("prefill", "decode", "said"),
+    [
+        (CAUTIOUS, CAUTIOUS, None),
+        (CAUTIOUS, "", "prefix caching is on on D0"),
+        ("--enable-prefix-caching", CAUTIOUS, "prefix caching is on on P0"),
+        (CAUTIOUS, f"{CAUTIOUS} -tp 2", "--tensor-parallel-size is 2 on D0: answers vary with asynchronous scheduling"),
+        (CAUTIOUS, f"{CAUTIOUS} -tp 2 --no-async-scheduling", None),
+    ],
+)
+def test_layers_that_keep_a_state_need_what_is_known_to_be_right(
+    config: dict[str, Any], prefill: str, decode: str, said: str | None
+) -> None:
+    made = pair(prefill, decode, config.get("text_config", config), device="accelerator")
+    assert (made == []) is (said is None)
+    assert said is None or said in made[0]
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import re
 import time
 from pathlib import Path
 
@@ -307,26 +306,6 @@ def test_a_count_goes_over_an_entrys_hosts_in_turn(tmp_path: Path) -> None:
 def test_the_shipped_schema_is_what_the_code_reads() -> None:
     path = Path(__file__).parents[2] / "src/baton/launch/cluster.schema.json"
     assert json.loads(path.read_text()) == schema(), "baton plan --schema > src/baton/launch/cluster.schema.json"
-
-
-DOCS = sorted((Path(__file__).parents[2] / "docs").glob("*.md"))
-FILES = [
-    (page.name, text)
-    for page in DOCS
-    for text in re.findall(r"^```yaml\n(.*?)^```", page.read_text(), re.S | re.M)
-    if text.startswith("model:")
-]
-
-
-@pytest.mark.parametrize("text", [text for _, text in FILES], ids=[name for name, _ in FILES])
-def test_the_files_in_the_docs_come_to_a_plan(tmp_path: Path, text: str) -> None:
-    cluster = planned(tmp_path, text, cpus=tuple(range(8)))
-    commands = cluster_commands(cluster, ResolvedModel("/m", "m", local=False), CPU, {})
-    assert check_plan(cluster, [commands[each.id] for each in cluster.instances], CPU, local_model=False) == []
-
-
-def test_the_docs_have_such_files() -> None:
-    assert {name for name, _ in FILES} >= {"reference.md", "multi-node.md"}
 
 
 def test_every_example_fits_together() -> None:

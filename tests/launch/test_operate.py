@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from baton.cluster import Cluster, Instance, Role
-from baton.launch import ChildDied, LaunchError, ProxyRefused, Supervisor
+from baton.launch import ChildDied, Command, LaunchError, Problem, ProxyClient, ProxyRefused, Supervisor
 from baton.launch.control import ControlFailed, ask_change, ask_status, listening
 from baton.launch.down import take_down
 from baton.launch.observe import gauges, observe
@@ -39,6 +39,7 @@ async def kept(folder: Path, **keeping: Any) -> AsyncIterator[tuple[Operator, li
         await operator.begin()
         await supervisor.until_ready(60)
         operator.write()
+        operator.opens()
         keep = asyncio.create_task(operator.keep())
         try:
             yield operator, []
@@ -110,6 +111,27 @@ def test_the_wait_doubles_and_is_bounded() -> None:
     assert wait_before(1_000_000) == LONGEST_WAIT_SECONDS
 
 
+def test_a_cluster_that_is_starting_tells_how_far_it_is_and_takes_no_changes(tmp_path: Path) -> None:
+    async def go() -> None:
+        environ = {"XDG_STATE_HOME": str(tmp_path)}
+        async with Supervisor(tmp_path / "logs", "run-starting") as supervisor:
+            operator = operator_of(supervisor, cluster_of(free_ports(5)), "c", environ)
+            await operator.begin()
+            async with listening(operator, operator.record.control):
+                record = stored(tmp_path)
+                states = {each["id"]: each["state"] for each in await ask_status(record)}
+                assert states == {"P0": "importing vLLM", "D0": "importing vLLM", "proxy": "waiting for the engines"}
+                for what, body in (("scale", {"decode": 2}), ("drain", ["D0"]), ("restart", ["D0"])):
+                    with pytest.raises(ControlFailed, match="the cluster is still starting: `baton status` tells"):
+                        await ask_change(record, what, body, lambda _: None)
+                await supervisor.until_ready(60)
+                assert {each["state"] for each in await ask_status(record)} == {"ready"}
+                operator.opens()
+                await ask_change(record, "drain", ["D0"], lambda _: None)
+
+    asyncio.run(go())
+
+
 def test_servers_come_and_go_while_it_serves(tmp_path: Path) -> None:
     async def work(operator: Operator, said: list[str]) -> None:
         await operator.scale({Role.DECODE: 3}, said.append)
@@ -136,15 +158,35 @@ def test_servers_come_and_go_while_it_serves(tmp_path: Path) -> None:
     with_kept(work, tmp_path)
 
 
-def test_a_server_for_which_there_is_no_room_changes_nothing(tmp_path: Path) -> None:
+def test_ports_that_somebody_has_are_stepped_over(tmp_path: Path) -> None:
     async def work(operator: Operator, said: list[str]) -> None:
-        before = operator.cluster
+        wanted = next_instance(operator.cluster, Role.DECODE, [])
         with (
-            socket.create_server(("127.0.0.1", next_instance(before, Role.DECODE, []).port)),
-            pytest.raises(LaunchError, match=r"port \d+ for D1's API is not free"),
+            socket.create_server(("127.0.0.1", wanted.port)),
+            socket.create_server(("127.0.0.1", wanted.side_channel_port)),
         ):
             await operator.scale({Role.DECODE: 2}, said.append)
-        assert operator.cluster == before
+        made = operator.cluster.instances[-1]
+        assert made.port > wanted.port
+        assert made.side_channel_port > wanted.side_channel_port
+        assert said[-1] == f"D1 serves at http://127.0.0.1:{made.port}"
+
+    with_kept(work, tmp_path)
+
+
+def test_a_server_for_which_there_is_no_memory_is_not_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work(operator: Operator, said: list[str]) -> None:
+        looked: list[Command] = []
+
+        def room(commands: list[Command]) -> list[Problem]:
+            looked.extend(commands)
+            return [Problem("too little memory")]
+
+        monkeypatch.setattr(operator, "_room", room)
+        with pytest.raises(LaunchError, match="too little memory"):
+            await operator.scale({Role.DECODE: 3}, said.append)
+        ports = [str(next_instance(operator.cluster, Role.DECODE, []).port + number) for number in (0, 1)]
+        assert [command.argv[-1] for command in looked] == ports
         assert len(operator.supervisor.children) == 3
 
     with_kept(work, tmp_path)
@@ -190,6 +232,31 @@ def test_a_drained_instance_is_shown_as_such(tmp_path: Path) -> None:
         assert [each["usable"] for each in await operator._proxy.instances()] == [True, False]
         await operator.restart(["D0"], said.append)
         assert row(operator, "D0")["state"] == "ready"
+
+    with_kept(work, tmp_path)
+
+
+def test_a_proxy_that_is_started_again_knows_who_is_drained(tmp_path: Path) -> None:
+    async def work(operator: Operator, said: list[str]) -> None:
+        await operator.scale({Role.DECODE: 2}, said.append)
+        await operator.drain(["D0"], said.append)
+        usable = [True, False, True]
+        await operator.restart(["proxy"], said.append)
+        assert [each["usable"] for each in await operator._proxy.instances()] == usable
+        proxy = operator.supervisor.child("proxy")
+        assert proxy is not None
+        os.kill(proxy.process.pid, signal.SIGKILL)
+        await until(lambda: row(operator, "proxy")["pid"] not in (None, proxy.process.pid))
+
+        async def knows() -> bool:
+            with contextlib.suppress(ProxyRefused):
+                return [each["usable"] for each in await operator._proxy.instances()] == usable
+            return False
+
+        async with asyncio.timeout(60):
+            while not await knows():
+                await asyncio.sleep(0.02)
+        assert row(operator, "D0")["state"] == "draining"
 
     with_kept(work, tmp_path)
 
@@ -281,6 +348,10 @@ def test_what_a_killed_supervisor_leaves_is_taken_over(tmp_path: Path) -> None:
     # One of them ended while nobody looked.
     gone = next(each for each in left.processes if each.name == "D0")
     os.kill(gone.pid, signal.SIGKILL)
+    # Both were drained by the one that was killed: P0 as asked, D0 to be restarted.
+    drained = ProxyClient.of(left.cluster, {})
+    for each in left.cluster.instances:
+        asyncio.run(drained.drain(each.url, 1.0))
 
     async def go() -> None:
         await until(lambda: not runs(gone))
@@ -289,12 +360,21 @@ def test_what_a_killed_supervisor_leaves_is_taken_over(tmp_path: Path) -> None:
             await operator.begin(left.alive)
             await supervisor.until_ready(60)
             operator.write()
+            assert {each["id"]: each["state"] for each in operator.status()} == {
+                "P0": "draining",
+                "D0": "ready",
+                "proxy": "ready",
+            }
+            assert {each["role"]: each["usable"] for each in await drained.instances()} == {
+                "prefill": False,
+                "decode": True,
+            }
             pids = {each.name: each.pid for each in left.processes}
             assert {each["id"] for each in operator.status() if each["pid"] == pids[each["id"]]} == {"P0", "proxy"}
             # Those that were taken over are watched as well.
             keep = asyncio.create_task(operator.keep())
             os.kill(pids["P0"], signal.SIGKILL)
-            await until(lambda: row(operator, "P0")["boots"] == 2 and row(operator, "P0")["state"] == "ready")
+            await until(lambda: row(operator, "P0")["boots"] == 2 and row(operator, "P0")["state"] == "draining")
             keep.cancel()
             await asyncio.gather(keep, return_exceptions=True)
             alive = stored(tmp_path)

@@ -50,6 +50,20 @@ def test_memory_is_weights_kv_and_overhead(tmp_path: Path) -> None:
     assert estimate(engine(tmp_path), {"VLLM_CPU_KVCACHE_SPACE": "2"}).total == (2 << 30) + ENGINE_OVERHEAD_BYTES
 
 
+def test_a_large_vocabulary_takes_its_embedding_three_times_more(tmp_path: Path) -> None:
+    tensors = {"model.embed_tokens.weight": 300, "lm_head.weight": 200, "model.layers.0.mlp.up_proj.weight": 500}
+    header, offset = {}, 0
+    for name, size in tensors.items():
+        header[name] = {"dtype": "F32", "shape": [size // 4], "data_offsets": [offset, offset + size]}
+        offset += size
+    text = json.dumps(header).encode()
+    (tmp_path / "a.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + b"\0" * offset)
+    weights = (tmp_path / "a.safetensors").stat().st_size
+    found = estimate(engine(tmp_path, "--kv-cache-memory-bytes", "500"), {})
+    assert (found.weights, found.vocabulary) == (weights, int(0.9 * weights))
+    assert found.total == weights + int(0.9 * weights) + 500 + ENGINE_OVERHEAD_BYTES
+
+
 def test_every_worker_has_a_kv_cache_and_only_experts_are_shared_by_data_parallel_ranks(tmp_path: Path) -> None:
     tensors = {"layers.0.mlp.experts.0.up.weight": 600, "layers.0.mlp.shared_experts.up.weight": 100, "embed": 300}
     header, offset = {}, 0
@@ -62,12 +76,14 @@ def test_every_worker_has_a_kv_cache_and_only_experts_are_shared_by_data_paralle
     size = (tmp_path / "a.safetensors").stat().st_size
     flags = ("--data-parallel-size", "2", "--tensor-parallel-size", "2", "--kv-cache-memory-bytes", "500")
     overhead = ENGINE_OVERHEAD_BYTES + 3 * WORKER_OVERHEAD_BYTES
-    assert estimate(engine(tmp_path, *flags), {}).total == size + int(size * 0.4) + 4 * 500 + overhead
+    found = estimate(engine(tmp_path, *flags), {})
+    assert (found.weights, found.vocabulary) == (size + int(size * 0.4), 0)
+    assert found.total == size + int(size * 0.4) + 4 * 500 + overhead
 
 
 def test_too_little_memory_says_how_much_and_what_to_do(tmp_path: Path) -> None:
     (problem,) = check_memory([engine(tmp_path, "--kv-cache-memory-bytes", str(10**14))] * 2, {})
-    assert "the engines need about 200003.2 GB" in problem.what
+    assert "the engines need about 200002.2 GB" in problem.what
     assert "--kv-cache-memory-bytes" in problem.what
     assert check_memory([], {}) == []
 

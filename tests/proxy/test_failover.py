@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from baton.cluster import Role
+from baton.cluster import Endpoint, Role
 from baton.proxy import Retries
 from tests.proxy.fakes import TOKENS, FakeEngine, House, decode_answer, hang, prefill_answer, stream, until, with_house
 
@@ -722,16 +722,22 @@ def test_a_ticket_is_out_no_longer_once_the_stream_has_begun() -> None:
     with_spares(test)
 
 
+def held_up(made: House) -> asyncio.Event:
+    """Let no decode server answer before this event."""
+    free = asyncio.Event()
+
+    async def slow(engine: FakeEngine, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        await free.wait()
+        return await decode_answer(engine, request, body)
+
+    for engine in made.decode:
+        engine.answer = slow
+    return free
+
+
 def test_a_request_in_line_has_no_blocks_anywhere() -> None:
     async def test(made: House) -> None:
-        free = asyncio.Event()
-
-        async def slow(engine: FakeEngine, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-            await free.wait()
-            return await decode_answer(engine, request, body)
-
-        for engine in made.decode:
-            engine.answer = slow
+        free = held_up(made)
         asking = [asyncio.ensure_future(ask(made)) for _ in range(5)]
         await until(lambda: sum(len(each.bodies) for each in made.decode) == 2 and made.proxy.way.gate.waiting == 3)
         assert sum(len(each.bodies) for each in made.prefill) == 2
@@ -739,6 +745,64 @@ def test_a_request_in_line_has_no_blocks_anywhere() -> None:
         assert {status for status, _ in await asyncio.gather(*asking)} == {200}
 
     with_spares(test, max_requests=2)
+
+
+def test_a_request_for_which_no_decode_server_has_a_place_waits_before_its_prefill() -> None:
+    async def test(made: House) -> None:
+        free = held_up(made)
+        gate, pool = made.proxy.way.decode_gate, made.proxy.fleet.pools[D]
+        assert gate is not None
+        asking = [asyncio.create_task(ask(made)) for _ in range(7)]
+        await until(lambda: [len(each.bodies) for each in made.decode] == [2, 2] and gate.waiting == 3)
+        # as many prefills as there are places, and an even share each
+        assert sum(len(each.bodies) for each in made.prefill) == 4
+        assert [each.booked for each in pool] == [2, 2]
+        assert (await metrics(made))["baton_queued_requests"] == 3
+        made.proxy.fleet.add(Endpoint(role=D, host="127.0.0.1", port=1)).set_usable(True, "test")
+        assert gate.most == 6
+        pool = made.proxy.fleet.pools[D]
+        pool[2].set_usable(False, "test")
+        assert gate.most == 4
+        free.set()
+        assert [status for status, _ in await asyncio.gather(*asking)] == [200] * 7
+        assert (gate.active, gate.waiting, [each.booked for each in pool]) == (0, 0, [0, 0, 0])
+
+    with_spares(test, max_decode_requests=2)
+
+
+@pytest.mark.parametrize("phase", ["line", "prefill", "decode"])
+def test_who_leaves_gives_its_place_at_a_decode_server_back(phase: str) -> None:
+    async def test(made: House) -> None:
+        gate, pool = made.proxy.way.decode_gate, made.proxy.fleet.pools[D]
+        assert gate is not None
+        engines = made.prefill if phase == "prefill" else made.decode
+        for engine in engines:
+            engine.answer = hang
+        asking = [asyncio.create_task(ask(made)) for _ in range(2)]
+        await until(lambda: sum(len(each.bodies) for each in engines) == 2)
+        if phase == "line":
+            asking.append(asyncio.create_task(ask(made, {"prompt": ["a", "b"]})))
+            await until(lambda: gate.waiting == 1)
+        for each in reversed(asking):
+            each.cancel()
+        await until(lambda: (gate.active, gate.waiting, [each.booked for each in pool]) == (0, 0, [0, 0]))
+
+    with_spares(test, max_decode_requests=1)
+
+
+def test_the_places_of_a_request_for_several_answers_are_as_many() -> None:
+    async def test(made: House) -> None:
+        gate = made.proxy.way.decode_gate
+        assert gate is not None
+        for body in (
+            {"prompt": ["a", "b", "c"]},
+            {"prompt": "a", "n": 9},
+            {"prompt": "a", "echo": True, "max_tokens": 0},
+        ):
+            assert (await ask(made, body))[0] == 200
+            assert (gate.active, [each.booked for each in made.proxy.fleet.pools[D]]) == (0, [0, 0])
+
+    with_spares(test, held=1, max_decode_requests=2)
 
 
 def test_zero_blocks_are_a_ticket_like_any_other() -> None:

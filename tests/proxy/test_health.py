@@ -13,6 +13,7 @@ import pytest
 from aiohttp import web
 
 from baton.cluster import Endpoint, Role
+from baton.proxy import Patience
 from baton.proxy.breaker import BreakerRules
 from baton.proxy.fleet import InstanceState, ProxyInstance
 from tests.proxy.fakes import FakeEngine, House, decode_answer, hang, prefill_answer, stream, until, with_house
@@ -389,3 +390,93 @@ def test_what_became_of_engines_is_told_in_metrics_and_instances() -> None:
         assert time.time() - 60 < rows["P1"]["since"] <= time.time()
 
     with_house(test, prefill=2, breaker=BreakerRules(failures=3, open_seconds=60.0))
+
+
+async def hang_after_head(engine: FakeEngine, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+    await stream(request, [])
+    return await hang()
+
+
+async def hang_in_stream(engine: FakeEngine, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+    await stream(request, [b'data: {"choices": [{"text": "a"}]}\n\n'])
+    return await hang()
+
+
+SILENT = {"probe_interval_seconds": 0.05, "probe_timeout_seconds": 0.2}
+
+
+@pytest.mark.parametrize(("role", "answer"), [(P, hang), (D, hang), (D, hang_after_head)])
+def test_who_waits_on_an_engine_that_answers_no_probe_is_served_by_another(role: Role, answer: Any) -> None:
+    async def test(made: House) -> None:
+        engine, instance = (made.prefill if role is P else made.decode)[1], instances(made, role)[1]
+        await until(lambda: instance.usable)
+        engine.health, engine.answer = None, answer
+        async with asyncio.timeout(30):
+            assert await asyncio.gather(*(status(made, stream=True) for _ in range(4))) == [200] * 4
+        assert not instance.usable
+        assert made.proxy.way.metrics.failovers.family().samples[0].value > 0
+        await until(lambda: engine.gone > 0 and instance.in_flight == 0)
+
+    with_house(test, prefill=2, decode=2, **SILENT)
+
+
+def test_an_engine_that_answers_probes_is_waited_for() -> None:
+    async def test(made: House) -> None:
+        engine, release = made.prefill[0], asyncio.Event()
+
+        async def slow(engine: FakeEngine, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+            await release.wait()
+            return await prefill_answer(engine, request, body)
+
+        engine.answer = slow
+        asking = asyncio.create_task(status(made))
+        await asyncio.sleep(2.5)  # the sweep has come by twice
+        release.set()
+        assert await asking == 200
+        assert (engine.gone, made.prefill[1].bodies) == (0, [])
+
+    with_house(test, prefill=2, **SILENT)
+
+
+def test_an_engine_that_answers_no_probe_is_waited_for_a_while_when_there_is_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("baton.proxy.upstream.SILENT_SECONDS", 3.0)
+
+    async def test(made: House) -> None:
+        (engine,), (instance,) = made.prefill, instances(made, P)
+        await until(lambda: instance.usable)
+        engine.health, engine.answer = None, hang
+        began = time.monotonic()
+        assert await status(made) == 504
+        assert 3.0 <= time.monotonic() - began < 20.0
+        await until(lambda: engine.gone == 1)
+
+    with_house(test, **SILENT)
+
+
+@pytest.mark.parametrize("role", [P, D])
+def test_an_engine_that_is_well_and_never_answers_is_not_waited_for_for_ever(role: Role) -> None:
+    async def test(made: House) -> None:
+        engine, instance = (made.prefill if role is P else made.decode)[0], instances(made, role)[0]
+        engine.answer = hang
+        async with asyncio.timeout(20):
+            assert await asyncio.gather(status(made), status(made)) == [200, 200]
+        assert instance.last_error.startswith("a request failed: nothing was heard for")
+        await until(lambda: engine.gone == 1)
+
+    patience = Patience(**{str(role): 0.5})
+    with_house(test, prefill=2, decode=2, patience=patience)
+
+
+def test_a_stream_that_stands_still_for_too_long_ends_with_an_error_event() -> None:
+    async def test(made: House) -> None:
+        made.decode[0].answer = hang_in_stream
+        async with asyncio.timeout(20), made.post({"prompt": "a", "stream": True}) as response:
+            raw = await response.read()
+        assert response.status == 200
+        assert b'"text": "a"' in raw
+        assert b'"code":504' in raw
+        assert b"[DONE]" not in raw
+
+    with_house(test, patience=Patience(decode=0.5))

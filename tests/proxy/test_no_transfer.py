@@ -345,6 +345,30 @@ def test_what_begins_at_run_time_is_proven_anew_and_told(monkeypatch: pytest.Mon
     asyncio.run(go())
 
 
+def test_a_pair_whose_hand_off_fails_is_proven_anew_until_it_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(warm_up, "SUSPECT_SECONDS", 0.0)
+    monkeypatch.setattr(warm_up, "TRIES", 1)
+
+    async def go() -> None:
+        async with readying(lambda *_: None, on_no_transfer=OnNoTransfer.FAIL) as (made, body):
+            assert body["reasons"] == []
+            made.decode[0].answer = refuse(500)
+            async with made.post({"prompt": "x"}) as response:
+                assert response.status == 500
+            async with asyncio.timeout(20.0):
+                while (said := await made.get("/readiness"))[0] != 503:
+                    await asyncio.sleep(0.02)
+            (reason,) = json.loads(said[1])["reasons"]
+            assert (reason["cause"], reason["instances"]) == ("decode_refused", ["P0", "D0"])
+            # Nobody is sent to it any more, and all the same it finds out that it is well again.
+            made.decode[0].answer = None
+            async with asyncio.timeout(20.0):
+                while (await made.get("/readiness"))[0] != 200:
+                    await asyncio.sleep(0.02)
+
+    asyncio.run(go())
+
+
 def test_without_a_warm_up_requests_without_a_ticket_are_a_reason_all_the_same() -> None:
     async def go() -> None:
         async with house() as made:

@@ -65,7 +65,7 @@ def test_a_pair_that_fails_alone_is_not_used_for_a_while_and_then_tried_again() 
     assert pairs.may("P0", "D0", 1.0)
     assert pairs.may("P0", "D1", 5.2)
     pairs.worked("P0", "D1", 5.3)
-    assert not pairs.troubled
+    assert not pairs.bad
     assert pairs.may("P0", "D1", 5.3)
 
 
@@ -74,9 +74,9 @@ def test_nothing_is_kept_of_pairs_that_work() -> None:
     pairs.fail("P0", "D0", 0.0, "500")
     for now in range(1, 50):
         pairs.worked("P1", "D0", float(now))
-    assert pairs.troubled
+    assert pairs.bad
     pairs.worked("P0", "D0", 50.0)
-    assert not pairs.troubled
+    assert not pairs.bad
     assert vars(pairs)["_worked_at"] == {}
 
 
@@ -195,7 +195,7 @@ def test_what_comes_of_hand_offs_with_one_that_has_left_is_not_kept(clock: Clock
     made.pair_failed(first, decode, "500")
     made.pair_worked(first, decode)
     assert made.pairs.failed == {}
-    assert not made.pairs.troubled
+    assert not made.pairs.bad
 
 
 def test_several_engines_behind_one_address_are_not_taken_for_restarts(clock: Clock) -> None:
@@ -238,3 +238,21 @@ def test_another_engine_on_the_guilty_ones_address_is_not_guilty(clock: Clock) -
     guilty.heard("second")
     assert guilty.usable
     assert made.may_pair(guilty, decode)
+
+
+def test_an_open_pair_is_tried_by_one_request_at_a_time() -> None:
+    pairs = Pairs(BreakerRules(open_seconds=5.0))
+    for now in (0.0, 0.1, 0.2):
+        pairs.fail("P0", "D0", now, "500")
+    assert pairs.may("P0", "D0", 5.3)
+    pairs.chosen("P0", "D0", 5.3)
+    assert not pairs.may("P0", "D0", 5.4)
+    # whose end is never told
+    assert pairs.may("P0", "D0", 10.4)
+    pairs.chosen("P0", "D0", 10.4)
+    pairs.fail("P0", "D0", 10.5, "500")
+    assert not pairs.may("P0", "D0", 15.4)
+    assert pairs.may("P0", "D0", 15.6)
+    pairs.chosen("P0", "D0", 15.6)
+    pairs.worked("P0", "D0", 15.7)
+    assert pairs.may("P0", "D0", 15.7)

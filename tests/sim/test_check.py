@@ -31,7 +31,7 @@ def named(*parts: str) -> list[Case]:
 
 def test_a_fake_does_not_differ_from_a_fake() -> None:
     assert len(cases()) > 40
-    assert check(decode_step_seconds=0.02) == []
+    assert check(decode_step_seconds=0.02, lease_seconds=1.0) == []
 
 
 def test_an_engine_that_behaves_otherwise_is_found_out() -> None:
@@ -44,9 +44,21 @@ def test_an_engine_without_tickets_is_found_out() -> None:
     assert any("kv_transfer_params" in each.where for each in found)
 
 
-def test_engines_in_write_mode_are_not_compared() -> None:
-    with pytest.raises(Unreachable, match="'push'"):
-        check(mode=TransferMode.WRITE)
+def test_a_fake_does_not_differ_from_a_fake_in_write_mode_and_with_turns_either() -> None:
+    assert check(decode_step_seconds=0.02, lease_seconds=1.0, mode=TransferMode.WRITE) == []
+    chosen = cases(bidirectional=True)
+    assert len(chosen) > len(cases()) + 6
+    assert check(decode_step_seconds=0.02, lease_seconds=1.0, bidirectional=True) == []
+
+
+def test_in_write_mode_nothing_is_compared_that_names_blocks() -> None:
+    pushed = {case.name for case in cases(TransferMode.WRITE)}
+    assert {case.name for case in cases()} - pushed == {"ticket used twice", "ticket of an unknown engine"}
+
+
+def test_engines_without_a_connector_are_not_compared() -> None:
+    with pytest.raises(Unreachable, match="no KV connector"):
+        check(connector=False)
 
 
 def test_a_known_difference_carries_its_reason() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 import aiohttp
@@ -10,7 +11,7 @@ import pytest
 
 from baton.cluster import TransferMode
 from baton.sim.check_cases import BODIES, leg
-from baton.sim.requests import PATHS
+from baton.sim.requests import PATHS, RESPONSES
 from tests.sim.labs import PROMPT, Bench, bench, right, until, with_bench
 
 VLLM_KEYS = {
@@ -211,6 +212,26 @@ def test_a_kept_turn_is_the_start_of_the_next_prompt() -> None:
         status, answer = await bench.decode(ticket, prompt=longer, request_id="next", kv=1)
         assert (status, answer["choices"][0]["text"]) == (200, right(longer))
         assert bench.lab.ledger.poison == []
+
+    with_bench(test, bidirectional=True)
+
+
+def test_a_pushing_engine_says_nothing_of_when_its_blocks_go() -> None:
+    async def test(bench: Bench) -> None:
+        assert set(await bench.prefill()) == VLLM_KEYS - {"remote_blocks_expiry_time"}
+
+    with_bench(test, mode=TransferMode.WRITE)
+
+
+def test_a_stream_of_responses_has_a_turns_ticket_in_its_last_response_and_on_top() -> None:
+    async def test(bench: Bench) -> None:
+        _, first = await bench.post("P0", leg(RESPONSES), RESPONSES)
+        body = {**BODIES[RESPONSES], "stream": True, "kv_transfer_params": first["kv_transfer_params"]}
+        _, raw = await bench.post("D0", body, RESPONSES)
+        last = json.loads(raw.rstrip().rpartition("data: ")[2])
+        assert last["type"] == "response.completed"
+        assert last["response"]["kv_transfer_params"]["do_remote_decode"] is True
+        assert last["response"]["kv_transfer_params"] == last["kv_transfer_params"]
 
     with_bench(test, bidirectional=True)
 

@@ -48,6 +48,9 @@ class Socket:
     def is_closing(self) -> bool:
         return self.closed
 
+    def get_extra_info(self, name: str) -> None:
+        """It is no real one."""
+
     def close(self) -> None:
         self.closed = True
 

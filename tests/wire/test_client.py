@@ -482,3 +482,19 @@ def test_who_watches_a_response_hears_nothing_when_it_is_whole() -> None:
             assert heard == []
 
     asyncio.run(go())
+
+
+def test_a_server_whose_host_vanishes_is_found_out_by_tcp() -> None:
+    """After 25 s without a sign of it; the kernel by itself would wait for ever, or a quarter of an hour."""
+
+    async def test() -> None:
+        async with scripted(answering(LENGTH)) as (pool, _):
+            connection = await pool.connect()
+            assert connection._transport is not None
+            sock = connection._transport.get_extra_info("socket")
+            assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+            names = ("TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT", "TCP_USER_TIMEOUT")
+            options = [sock.getsockopt(socket.IPPROTO_TCP, getattr(socket, name)) for name in names]
+            assert options == [10, 5, 3, 25_000]
+
+    asyncio.run(test())

@@ -349,3 +349,96 @@ def test_a_broken_answer_after_its_deadline_is_still_too_slow() -> None:
             assert not issubclass(TooSlow, Broken)
 
     asyncio.run(test())
+
+
+# silence
+
+
+def test_a_server_that_says_nothing_is_given_up_by_who_looks() -> None:
+    async def test() -> None:
+        gone = asyncio.Event()
+        async with scripted(saying(b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\n", gone), Timeouts()) as (pool, _):
+            async with pool.request(b"GET", b"/", ()) as response:
+                (connection,) = pool._all
+                # a look at 100 finds that the request went out since the last, which nobody knows of
+                for now in (100.0, 104.9):
+                    connection.hush(5.0, 0.0, now)
+                    assert connection.open
+                connection.hush(5.0, 60.0, 105.0)
+                with pytest.raises(TooSlow, match="nothing was heard for 5 s"):
+                    await response.read()
+            await until(lambda: pool.size == 0)
+            async with asyncio.timeout(10):
+                await gone.wait()
+
+    asyncio.run(test())
+
+
+def test_silence_begins_anew_with_every_piece() -> None:
+    async def test() -> None:
+        more = asyncio.Event()
+
+        async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(SLOW_BODY)
+            await more.wait()
+            writer.write(b"l")
+            await reader.read()
+
+        async with scripted(script, Timeouts()) as (pool, _):
+            came: list[bytes] = []
+            async with pool.request(b"GET", b"/", ()) as response:
+                (connection,) = pool._all
+                reading = asyncio.create_task(response.feed(came.append))
+                await until(lambda: came == [b"he"])
+                connection.hush(0.0, 5.0, 100.0)
+                more.set()
+                await until(lambda: came == [b"he", b"l"])
+                for now in (105.0, 109.9):
+                    connection.hush(0.0, 5.0, now)
+                    assert connection.open
+                connection.hush(0.0, 5.0, 110.0)
+                with pytest.raises(TooSlow):
+                    await reading
+
+    asyncio.run(test())
+
+
+def test_who_reads_nothing_hears_nothing_and_that_is_no_silence() -> None:
+    async def test() -> None:
+        async with scripted(saying(SLOW_BODY, asyncio.Event()), Timeouts()) as (pool, _):
+            came: list[bytes] = []
+            async with pool.request(b"GET", b"/", ()) as response:
+                (connection,) = pool._all
+                reading = asyncio.create_task(response.feed(came.append))
+                await until(lambda: came == [b"he"])
+                response.pause()
+                for now in (100.0, 200.0, 300.0):
+                    connection.hush(0.0, 5.0, now)
+                response.resume()
+                connection.hush(0.0, 5.0, 304.9)
+                assert connection.open
+                connection.hush(0.0, 5.0, 305.0)
+                with pytest.raises(TooSlow):
+                    await reading
+
+    asyncio.run(test())
+
+
+def test_who_has_a_clock_of_its_own_is_left_alone_and_the_next_on_the_connection_is_not() -> None:
+    async def test() -> None:
+        async with scripted(answering(LENGTH), Timeouts()) as (pool, _):
+            patient = pool.request(b"GET", b"/", ())
+            patient.patient = True
+            async with patient as response:
+                (connection,) = pool._all
+                connection._complete = False  # its answer is not whole
+                connection.hush(0.0, 0.0, 100.0)
+                assert connection.open
+                connection._complete = True
+                assert await response.read() == b"hello"
+            async with pool.request(b"GET", b"/", ()) as response:
+                assert (connection.requests, connection.patient) == (2, False)
+                await response.read()
+
+    asyncio.run(test())

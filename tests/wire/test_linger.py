@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 
 import pytest
+import trustme
 
 from baton.http import Origin, Pool, Timeouts, TooLate
 from tests.proxy.fakes import until
@@ -25,7 +27,9 @@ class Seen:
 
 
 @asynccontextmanager
-async def listening() -> AsyncIterator[tuple[Pool, Seen]]:
+async def listening(
+    server_side: ssl.SSLContext | None = None, client_side: ssl.SSLContext | None = None
+) -> AsyncIterator[tuple[Pool, Seen]]:
     """A server that says what the test puts into its queue."""
     seen = Seen()
 
@@ -44,8 +48,8 @@ async def listening() -> AsyncIterator[tuple[Pool, Seen]]:
         seen.cut += 1
         writer.close()
 
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    pool = Pool(Origin("127.0.0.1", server.sockets[0].getsockname()[1]), Timeouts())
+    server = await asyncio.start_server(serve, "127.0.0.1", 0, ssl=server_side)
+    pool = Pool(Origin("127.0.0.1", server.sockets[0].getsockname()[1], client_side), Timeouts())
     try:
         yield pool, seen
     finally:
@@ -283,3 +287,34 @@ def test_a_server_that_never_answers_is_cut_off_in_time() -> None:
         server.close()
 
     run(test)
+
+
+def test_over_tls_an_answer_on_its_way_is_heard_and_the_server_sees_us_leave_too() -> None:
+    authority = trustme.CA()
+    server_side = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    authority.issue_cert("127.0.0.1").configure_cert(server_side)
+    client_side = ssl.create_default_context()
+    authority.configure_trust(client_side)
+
+    async def test(pool: Pool, seen: Seen) -> None:
+        for answered in (True, False):
+            came: list[tuple[int, bytes]] = []
+            seen.cut = 0
+            asking = asyncio.create_task(ask_late(pool, came))
+            await until(lambda: len(seen.requests) == 1)
+            seen.requests.clear()
+            if answered:
+                # said, and not yet read
+                (connection,) = pool._all
+                connection.pause()
+                seen.say.put_nowait(ANSWER)
+                await asyncio.sleep(0.05)
+            asking.cancel()
+            await until(lambda: seen.cut == 1 and pool.size == 0)
+            assert came == ([(200, b"ticket")] if answered else [])
+
+    async def go() -> None:
+        async with listening(server_side, client_side) as (pool, seen):
+            await test(pool, seen)
+
+    asyncio.run(go())

@@ -49,7 +49,10 @@ def add_cluster_flags(parser: Parser) -> None:
         choices=[str(device) for device in Device],
         help="what engines compute on (default: as vLLM is installed)",
     )
-    parser.add_argument("--host", help="where everything listens (default: 127.0.0.1)")
+    parser.add_argument(
+        "--host",
+        help="where everything listens (default: 127.0.0.1); with a file of several hosts: which one is meant, by name",
+    )
     parser.add_argument("--port", type=port_number, help="the proxy's (default: 8000)")
     for role, api, side in ((Role.PREFILL, 8100, 5559), (Role.DECODE, 8200, 5659)):
         parser.add_argument(

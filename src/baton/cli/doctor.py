@@ -10,22 +10,23 @@ from collections.abc import Mapping, Sequence
 from rich.console import Console
 from rich.text import Text
 
-from baton.cli.cluster_flags import add_cluster_flags, planned_cluster, split
-from baton.cli.parser import Failure, Parser, seconds
-from baton.cli.plan import find_model
+from baton.cli.cluster_flags import add_cluster_flags, split
+from baton.cli.parser import Parser, seconds
+from baton.cli.planning import find_model, hosts_of, shared, told
 from baton.cluster import THIS_HOST, Cluster
 from baton.launch import (
-    ClusterFileError,
     Command,
     Examination,
     Finding,
     LaunchError,
     Verdict,
+    addresses_here,
     cluster_commands,
     dumps,
     examine,
     exit_code,
     installed_engine,
+    node_at,
 )
 from baton.models import ModelError
 
@@ -35,14 +36,10 @@ _STYLES = {Verdict.OK: "green", Verdict.NOTE: "yellow", Verdict.BAD: "red", Verd
 def run(words: Sequence[str]) -> int:
     words, engine_args = split(words)
     args = _parser().parse_all(words)
-    try:
-        cluster = planned_cluster(args, engine_args)
-        node = here(cluster, args.on)
+    with told():
+        cluster, node = shared(args, engine_args)
+        node = here(cluster, args.on or node)
         commands, local = _commands(cluster)
-    except ClusterFileError as error:
-        raise Failure(str(error), 2, error.others) from error
-    except LaunchError as error:
-        raise Failure(str(error), 2) from error
     examination = Examination(
         cluster,
         node,
@@ -62,17 +59,20 @@ def run(words: Sequence[str]) -> int:
 
 
 def here(cluster: Cluster, said: str | None) -> str | None:
-    """Which of the cluster's hosts this is; None for none of them.
+    """Which of the cluster's hosts this is: the one that was named, else the only one, else the one with an address of
+    this host's; None for none of them.
 
     Raises:
         LaunchError: the cluster has no host of that name.
     """
-    nodes = dict.fromkeys((*cluster.nodes, cluster.proxy_node))
+    nodes = hosts_of(cluster)
     if said is not None:
         if said not in nodes:
             raise LaunchError(f"--on {said}: the cluster has no such host; there are {', '.join(nodes)}")
         return said
-    return next(iter(nodes)) if len(nodes) == 1 else THIS_HOST if THIS_HOST in nodes else None
+    if len(nodes) == 1:
+        return nodes[0]
+    return THIS_HOST if THIS_HOST in nodes else node_at(cluster, addresses_here())
 
 
 def _commands(cluster: Cluster) -> tuple[Mapping[str, Command], bool]:
@@ -107,11 +107,15 @@ def _parser() -> Parser:
             "examples:\n"
             "  baton doctor\n"
             "  baton doctor -f examples/2p3d.yaml\n"
-            "  baton doctor -f examples/neuron-1p1d-hosts.yaml --on p0 --json"
+            "  baton doctor -f examples/neuron-1p1d-hosts.yaml --host p0 --json"
         ),
     )
     add_cluster_flags(parser)
-    parser.add_argument("--on", metavar="HOST", help="which host of the file this is (default: its only one)")
+    parser.add_argument(
+        "--on",
+        metavar="HOST",
+        help="which host of the file this is, as --host says too (default: the one that has our address)",
+    )
     parser.add_argument(
         "--hand-off",
         action=argparse.BooleanOptionalAction,

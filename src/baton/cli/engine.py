@@ -8,13 +8,13 @@ import sys
 from collections.abc import Sequence
 
 from baton.cli.parser import Failure, Parser, add_static_shapes, add_transfer_flags, count_or_zero, port_number
+from baton.cli.planning import refuse, the_model, told
 from baton.cli.transport import add_transport, transport_of
 from baton.cluster import Role, TransferMode
 from baton.engine import parse_cpus
 from baton.launch import (
     STATIC_SHAPES_FLAG,
     EngineRequest,
-    LaunchError,
     available_cpus,
     bidirectional_asked,
     check_engine,
@@ -22,15 +22,14 @@ from baton.launch import (
     engine_command,
     installed_engine,
 )
-from baton.models import ModelError, resolve
 
 
 def run(words: Sequence[str]) -> int:
     parser = _parser()
     args, vllm_args = parser.parse_known_args(dashed(words))
     _check_words(vllm_args)
-    try:
-        model = resolve(args.model, report=lambda line: print(f"{line} ...", file=sys.stderr, flush=True))
+    with told():
+        model = the_model(args.model)
         install = installed_engine()
         request = EngineRequest(
             role=Role(args.role),
@@ -46,17 +45,10 @@ def run(words: Sequence[str]) -> int:
             transport=transport_of(args),
         )
         command = engine_command(request, model, install, os.environ)
-    except LaunchError as error:
-        raise Failure(str(error), 2) from error
-    except ModelError as error:
-        raise Failure(str(error)) from error
     if args.dry_run:
         print(command.shell())
         return 0
-    problems = check_engine(command, install, local_model=model.local)
-    if problems:
-        code = 2 if all(problem.words for problem in problems) else 1
-        raise Failure(problems[0].what, code, [problem.what for problem in problems[1:]])
+    refuse(check_engine(command, install, local_model=model.local))
     sys.stdout.flush()
     # The same process goes on as the engine: its pid, its signals and its exit code are the caller's.
     os.execvpe(command.argv[0], command.argv, {**os.environ, **command.environ})

@@ -24,10 +24,9 @@ def run(words: Sequence[str]) -> int:
             f"{path} exists, and its comments are yours: name another, edit it, or give --force to replace it",
             2,
         )
-    asked = sys.stdin.isatty() and not words
-    wish = _ask() if asked else _wish(args)
-    if len(set(wish.hosts)) < len(wish.hosts):
-        raise Failure(f"--hosts {' '.join(wish.hosts)}: a host is named twice", 2)
+    if not path.parent.is_dir():
+        raise Failure(f"cannot write {path}: there is no folder {path.parent}")
+    wish = _asked(path) if sys.stdin.isatty() and not _described(words) else _wish(args)
     try:
         path.write_text(written(wish, path.name))
         # What we write must be what we read.
@@ -36,22 +35,45 @@ def run(words: Sequence[str]) -> int:
         raise Failure(f"cannot write {path}: {error.strerror}") from error
     except ClusterFileError as error:
         raise Failure(str(error), 2) from error
-    print(f"wrote {path}; see what it comes to: baton plan -f {path}")
+    start = f"baton up -f {args.file}" + (" --host NAME, on each host" if len(wish.hosts) > 1 else "")
+    print(f"wrote {args.file}\nwhat it comes to: baton plan -f {args.file}\nstart it: {start}")
     return 0
 
 
+def _described(words: Sequence[str]) -> bool:
+    """Whether *words* say anything of the cluster, and not only where to write."""
+    return any(word.startswith("-") and word != "--force" for word in words)
+
+
 def _wish(args: argparse.Namespace) -> Wish:
+    try:
+        hosts = _hosts(" ".join(args.hosts))
+    except argparse.ArgumentTypeError as error:
+        raise Failure(f"--hosts: {error}", 2) from error
     return Wish(
         model=args.model,
         prefill=args.prefill,
         decode=args.decode,
-        hosts=addresses(args.hosts),
+        hosts=hosts,
         device=None if args.device is None else Device(args.device),
         transfer_mode=TransferMode(args.transfer_mode),
         prefill_tensor=args.prefill_tensor_parallel_size,
         decode_tensor=args.decode_tensor_parallel_size,
         port=args.port,
     )
+
+
+def _asked(path: Path) -> Wish:
+    """
+    Raises:
+        Failure: whoever is asked leaves.
+    """
+    print(f"A cluster file for {path}. An empty answer takes what stands in brackets; Ctrl-C leaves.")
+    try:
+        return _ask()
+    except (EOFError, KeyboardInterrupt) as error:
+        print()
+        raise Failure("nothing was written", 130) from error
 
 
 def _ask(say: Callable[[str], str] = input) -> Wish:
@@ -62,29 +84,48 @@ def _ask(say: Callable[[str], str] = input) -> Wish:
             answer = say(f"{question} [{default}]: ").strip() or default
             try:
                 return convert(answer)
-            except (argparse.ArgumentTypeError, ValueError) as error:
+            except argparse.ArgumentTypeError as error:
                 print(f"  {error}")
 
     return Wish(
         model=ask("model: an embedded one's name, a folder, or a hub id", DEFAULT_MODEL, str),
         prefill=ask("prefill servers", "1", count),
         decode=ask("decode servers", "1", count),
-        hosts=ask("addresses of the hosts, - for this one", "-", lambda text: () if text == "-" else addresses([text])),
+        hosts=ask("addresses of the hosts, with spaces between, or - for this one", "-", _hosts),
         device=ask("device: cpu, cuda, neuron, or - for what is installed", "-", _device),
-        transfer_mode=ask("transfer mode: read or write", "read", TransferMode),
+        transfer_mode=ask("transfer mode: read (decode servers pull) or write (prefill servers push)", "read", _mode),
         port=ask("port of the proxy", "8000", port_number),
     )
 
 
+def _hosts(text: str) -> tuple[str, ...]:
+    """Names or addresses of hosts; none for ``-``."""
+    hosts = () if text.strip() in ("", "-") else addresses([text])
+    for host in hosts:
+        if "/" in host or host.startswith("[") or (host.count(":") == 1):
+            raise argparse.ArgumentTypeError(f"{host!r} is more than a host: give its name or address alone")
+        if hosts.count(host) > 1:
+            raise argparse.ArgumentTypeError(f"{host!r} is named twice")
+    return hosts
+
+
 def _device(text: str) -> Device | None:
+    if text != "-" and text not in set(Device):
+        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(Device)} and -")
     return None if text == "-" else Device(text)
+
+
+def _mode(text: str) -> TransferMode:
+    if text not in set(TransferMode):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither {' nor '.join(TransferMode)}")
+    return TransferMode(text)
 
 
 def _parser() -> Parser:
     parser = Parser(
         prog="baton init",
         usage="baton init [FILE] [options]",
-        description="Write a commented cluster file. On a terminal and without any word it asks.",
+        description="Write a commented cluster file. On a terminal it asks, unless flags say what is wanted.",
         epilog=(
             "examples:\n"
             "  baton init\n"

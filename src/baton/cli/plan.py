@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from baton.cli.cluster_flags import add_cluster_flags, planned_cluster, split
+from baton.cli.cluster_flags import add_cluster_flags, split
 from baton.cli.parser import Failure, Parser
-from baton.cluster import THIS_HOST, Cluster
+from baton.cli.planning import find_model, one_share, refuse, shared, told
+from baton.cluster import THIS_HOST
 from baton.launch import (
-    ClusterFileError,
     Command,
-    LaunchError,
     Process,
     as_shell,
     as_text,
@@ -29,7 +27,6 @@ from baton.launch import (
     processes,
     schema,
 )
-from baton.models import ModelError, ResolvedModel, resolve
 
 
 def run(words: Sequence[str]) -> int:
@@ -38,57 +35,31 @@ def run(words: Sequence[str]) -> int:
     if args.schema:
         print(dumps(schema()))
         return 0
-    try:
-        cluster = planned_cluster(args, engine_args)
+    with told():
+        # Only a host can be looked at: the one that this is.
+        cluster, node = one_share(args, engine_args) if args.check else shared(args, engine_args)
         model = find_model(cluster)
         install = installed_engine()
         commands = cluster_commands(cluster, model, install)
         engines = [commands[each.id] for each in cluster.instances]
-        check = check_cluster if args.check else check_plan
-        problems = check(cluster, engines, install, local_model=model.local)
-    except ClusterFileError as error:
-        raise Failure(str(error), 2, error.others) from error
-    except LaunchError as error:
-        raise Failure(str(error), 2) from error
-    except ModelError as error:
-        raise Failure(str(error)) from error
+        if args.check:
+            problems = check_cluster(cluster, engines, install, local_model=model.local, node=node)
+        else:
+            problems = check_plan(cluster, engines, install, local_model=model.local)
     on_cpu = install_for(cluster, install).device == "cpu"
     known: Mapping[str, Command] = {each.id: commands[each.id] for each in cluster.instances}
     environ = os.environ if len(cluster.nodes) == 1 else {}
     hosts = processes(cluster, commands, estimates(known, environ) if on_cpu and model.local else {})
-    if args.only is not None:
-        hosts = {args.only: _of_host(hosts, args.only)}
-    whats = [problem.what for problem in problems]
+    if node is not None:
+        hosts = {node: hosts[node]}
     if args.json:
-        print(dumps(as_value(cluster, hosts, whats)))
+        print(dumps(as_value(cluster, hosts, [problem.what for problem in problems])))
     elif args.shell or args.output is not None:
         _scripts(hosts, args.output)
     else:
         print(as_text(cluster, hosts, available_bytes() if cluster.nodes == (THIS_HOST,) else None))
-    if problems:
-        code = 2 if all(problem.words for problem in problems) else 1
-        raise Failure(whats[0], code, whats[1:])
+    refuse(problems)
     return 0
-
-
-def find_model(cluster: Cluster) -> ResolvedModel:
-    """The model, as this host has it; a folder that only other hosts have is taken as it is named.
-
-    Raises:
-        ModelError: there is no such model.
-    """
-    try:
-        return resolve(cluster.model, report=lambda line: print(f"{line} ...", file=sys.stderr, flush=True))
-    except ModelError:
-        if cluster.model.startswith("/") and THIS_HOST not in cluster.nodes:
-            return ResolvedModel(cluster.model, cluster.model, local=False)
-        raise
-
-
-def _of_host(hosts: Mapping[str, list[Process]], name: str) -> list[Process]:
-    if name not in hosts:
-        raise Failure(f"--only {name}: nothing is planned there; there are {', '.join(hosts)}", 2)
-    return hosts[name]
 
 
 def _scripts(hosts: Mapping[str, list[Process]], folder: str | None) -> None:
@@ -96,7 +67,7 @@ def _scripts(hosts: Mapping[str, list[Process]], folder: str | None) -> None:
     if folder is None:
         if len(hosts) > 1:
             raise Failure(
-                f"--shell makes a script a host, and the plan has {len(hosts)}: choose one with --only "
+                f"--shell makes a script a host, and the plan has {len(hosts)}: choose one with --host "
                 f"{next(iter(hosts))}, or write all with --output DIR",
                 2,
             )
@@ -121,8 +92,9 @@ def _parser() -> Parser:
         epilog=(
             "examples:\n"
             "  baton plan --prefill 2 --decode 3\n"
-            "  baton plan -f examples/2p3d-hosts.yaml\n"
-            "  baton plan -f examples/2p3d-hosts.yaml --shell --output scripts\n"
+            "  baton plan -f examples/cuda-2p3d-hosts.yaml\n"
+            "  baton plan -f examples/cuda-2p3d-hosts.yaml --host one --shell\n"
+            "  baton plan -f examples/cuda-2p3d-hosts.yaml --output scripts\n"
             "  baton plan --schema > baton.schema.json"
         ),
     )
@@ -132,7 +104,6 @@ def _parser() -> Parser:
     shape.add_argument("--shell", action="store_true", help="a shell script that runs one host's share")
     shape.add_argument("--schema", action="store_true", help="print the JSON schema of cluster files, and stop")
     parser.add_argument("--output", metavar="DIR", help="write the script of every host to DIR/HOST.sh")
-    parser.add_argument("--only", metavar="HOST", help="this host's share only")
     parser.add_argument(
         "--check", action="store_true", help="look at this machine too: ports, memory, packages, as `baton up` does"
     )

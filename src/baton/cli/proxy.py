@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
+import math
 import os
 import resource
 import ssl
@@ -19,9 +20,11 @@ from baton.proxy import (
     MOST_TURNS,
     POLICIES,
     TTL_SECONDS,
+    USUAL_PATIENCE,
     BadInstancesFile,
     BreakerRules,
     OnNoTransfer,
+    Patience,
     ProbeRules,
     ProxySettings,
     Retries,
@@ -151,6 +154,7 @@ def settings_of(args: argparse.Namespace, endpoints: tuple[Endpoint, ...]) -> Pr
         decode_policy=args.decode_policy,
         transfer_mode=None if args.transfer_mode == "auto" else TransferMode(args.transfer_mode),
         request_timeout_seconds=args.request_timeout_secs,
+        patience=Patience(args.prefill_timeout_secs or math.inf, args.decode_timeout_secs or math.inf),
         retries=retries_of(args),
         ticket_max_age_seconds=args.ticket_max_age_secs,
         probe_interval_seconds=args.health_check_interval_secs,
@@ -178,6 +182,7 @@ def settings_of(args: argparse.Namespace, endpoints: tuple[Endpoint, ...]) -> Pr
         engine_api_key=args.engine_api_key or os.environ.get("BATON_ENGINE_API_KEY"),
         cors_origins=tuple(args.cors_allowed_origins),
         max_requests=args.max_concurrent_requests or None,
+        max_decode_requests=args.max_decode_requests or None,
         queue_size=args.queue_size,
         queue_seconds=args.queue_timeout_secs,
         keep_alive_seconds=args.sse_keepalive_secs,
@@ -410,6 +415,22 @@ def _engines(parser: Parser) -> None:
         help="limit for a request, from its arrival to the last byte of its answer: the line, every attempt, both "
         "legs, and the stream (default: none, a long answer takes long)",
     )
+    for role, words, usual in (
+        (Role.PREFILL, "in line and while it computes the prompt", USUAL_PATIENCE.prefill),
+        (
+            Role.DECODE,
+            "until its first token and between two of them; of an answer in one piece, all of it",
+            USUAL_PATIENCE.decode,
+        ),
+    ):
+        group.add_argument(
+            f"--{role}-timeout-secs",
+            type=count_or_zero,
+            default=usual,
+            metavar="S",
+            help=f"how long a {role} server may say nothing to a request, {words}; then another is asked "
+            f"(default: {usual:g}; 0: for ever)",
+        )
     group.add_argument(
         "--warm-up",
         action=argparse.BooleanOptionalAction,
@@ -627,6 +648,14 @@ def _load(parser: Parser) -> None:
         default=0,
         metavar="N",
         help="requests under way at once; more wait in line (default: 0, no limit)",
+    )
+    group.add_argument(
+        "--max-decode-requests",
+        type=count_or_zero,
+        default=0,
+        metavar="N",
+        help="the same at each decode server, those included that are still in prefill: what it could not take would "
+        "pin blocks at its prefill server while it waits there (default: 0, no limit)",
     )
     group.add_argument(
         "--queue-size",

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import orjson
 from rich.console import Console
 from rich.live import Live
+from rich.markup import escape
 from rich.table import Table
 
 from baton.cli.parser import Failure, Parser
@@ -54,7 +55,7 @@ def run(words: Sequence[str]) -> int:
         return _watch(look, as_json=args.json)
     seen = look()
     if args.json:
-        print(json.dumps(seen))
+        print(orjson.dumps(seen).decode())
     else:
         console().print(shown(seen))
     return 0 if well(seen) else 1
@@ -67,7 +68,7 @@ def _watch(look: Any, *, as_json: bool) -> int:
         while True:
             seen, now = look(), time.monotonic()
             if as_json:
-                print(json.dumps(seen), flush=True)
+                print(orjson.dumps(seen).decode(), flush=True)
             else:
                 live.update(shown(seen, before, now - at), refresh=True)
             before, at = seen, now
@@ -93,6 +94,7 @@ def well(seen: Mapping[str, Any]) -> bool:
 def shown(seen: Mapping[str, Any], before: Mapping[str, Any] | None = None, seconds: float = 0.0) -> Table:
     """The same as a table; with what was seen *seconds* ago, also how fast KV caches move."""
     title = f"{seen['name']}: {seen['model']} at {seen['proxy']}" if seen["name"] else f"the fleet of {seen['proxy']}"
+    title = escape(title)
     supervisor = seen.get("supervisor")
     if supervisor is not None and not supervisor["running"]:
         title += "\n[red]the supervisor is gone: `baton up` takes over what still runs, `baton down` ends it[/]"
@@ -101,7 +103,7 @@ def shown(seen: Mapping[str, Any], before: Mapping[str, Any] | None = None, seco
     table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
     for head in ("id", "state", "url"):
         table.add_column(head, no_wrap=head != "state")
-    for head in ("pid", "up", "starts", "in flight", "running", "waiting", "KV use", "KV moved", "vLLM"):
+    for head in ("pid", "up", "starts", "in flight", "tickets", "running", "waiting", "KV use", "KV moved", "vLLM"):
         table.add_column(head, justify="right", no_wrap=True)
     moved, failures = _moved(before), list[str]()
     for row in seen["processes"]:
@@ -114,11 +116,12 @@ def shown(seen: Mapping[str, Any], before: Mapping[str, Any] | None = None, seco
         table.add_row(
             row["id"],
             f"[{style}]{state}[/]",
-            row["url"],
+            escape(row["url"]),
             _text(row.get("pid")),
             _duration(row.get("seconds")),
             _text(row.get("boots")),
             _text(routed.get("in_flight")),
+            _text(routed.get("held")),
             _text(engine.get("running")),
             _text(engine.get("waiting")),
             "-" if "kv_cache_usage" not in engine else f"{engine['kv_cache_usage']:.0%}",
@@ -126,7 +129,9 @@ def shown(seen: Mapping[str, Any], before: Mapping[str, Any] | None = None, seco
             _text(engine.get("version")),
         )
         if row.get("last_failure"):
-            failures.append(f"[yellow]{row['id']}: {row['last_failure']}[/]")
+            said = row["last_failure"]
+            said = said if said.startswith(row["id"]) else f"{row['id']}: {said}"
+            failures.append(f"[yellow]{escape(said)}[/]")
     if failures:
         table.caption, table.caption_justify = "\n".join(failures), "left"
     return table

@@ -8,27 +8,28 @@ import logging
 import os
 import secrets
 import signal
-import sys
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from baton.cli.cluster_flags import add_cluster_flags, planned_cluster, split
+from baton.cli.cluster_flags import add_cluster_flags, split
 from baton.cli.parser import Failure, Parser, count, seconds
+from baton.cli.planning import one_share, refuse, the_model, told
 from baton.cli.show import Progress
-from baton.cluster import Cluster
+from baton.cluster import Cluster, Role
 from baton.launch import (
     DEFAULT_NAME,
     PROXY,
     SOCKET,
     ChildDied,
-    ClusterFileError,
     ClusterRecord,
     Command,
     Keeping,
     LaunchError,
     Operator,
+    Problem,
     ProcessRecord,
     ProxyClient,
     StartTimeout,
@@ -36,39 +37,36 @@ from baton.launch import (
     TryoutFailed,
     ask,
     check_cluster,
+    check_memory,
     check_name,
     cluster_commands,
     command_of,
     created_at,
     default_logs,
+    flag_value,
     forget,
     here,
+    install_for,
     installed_engine,
     listening,
     load,
     take_down,
     url_of,
 )
-from baton.models import ModelError, ResolvedModel, resolve
+from baton.models import ResolvedModel
 
 
 def run(words: Sequence[str]) -> int:
     words, engine_args = split(words)
     args = _parser().parse_all(words)
-    try:
+    with told():
         check_name(args.name)
-        cluster, node = _share(args, engine_args)
+        cluster, node = one_share(args, engine_args)
         if args.prompt is not None and PROXY not in here(cluster, node):
             raise LaunchError(f"--prompt asks the proxy, which runs on {cluster.proxy_node}: give it there")
-        model = resolve(cluster.model, report=lambda line: print(f"{line} ...", file=sys.stderr, flush=True))
+        model = the_model(cluster.model)
         install = installed_engine()
         commands = cluster_commands(cluster, model, install)
-    except ClusterFileError as error:
-        raise Failure(str(error), 2, error.others) from error
-    except LaunchError as error:
-        raise Failure(str(error), 2) from error
-    except ModelError as error:
-        raise Failure(str(error)) from error
     if args.dry_run:
         mine = here(cluster, node)
         print("\n\n".join(f"# {name}\n{command.shell()}" for name, command in commands.items() if name in mine))
@@ -76,25 +74,24 @@ def run(words: Sequence[str]) -> int:
     left = _left_running(args.name, cluster, model)
     if left is None:
         engines = [command for name, command in commands.items() if name != PROXY]
-        problems = check_cluster(cluster, engines, install, local_model=model.local, node=node)
-        if problems:
-            code = 2 if all(problem.words for problem in problems) else 1
-            raise Failure(problems[0].what, code, [problem.what for problem in problems[1:]])
+        refuse(check_cluster(cluster, engines, install, local_model=model.local, node=node))
     logs = left.logs if left else Path(args.log_dir).expanduser() if args.log_dir else default_logs()
     try:
         logs.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise Failure(f"cannot make the log folder {logs}: {error.strerror}; name another with --log-dir") from error
 
+    on_cpu = model.local and install_for(cluster, install).device == "cpu"
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     try:
         return asyncio.run(
             _up(
                 args,
                 cluster,
-                model,
+                replace(model, served_name=_served_name(cluster, commands) or model.served_name),
                 node=node,
                 command_of=partial(command_of, model=model, install=install),
+                room=partial(_room, on_cpu=on_cpu),
                 logs=logs,
                 left=left,
             )
@@ -103,6 +100,16 @@ def run(words: Sequence[str]) -> int:
         raise Failure(str(error), 1, error.last_lines) from error
     except (LaunchError, StartTimeout, TryoutFailed) as error:
         raise Failure(str(error)) from error
+
+
+def _room(commands: list[Command], *, on_cpu: bool) -> list[Problem]:
+    """What keeps more engines from being started: too little memory, where that can be known."""
+    return check_memory(commands) if on_cpu else []
+
+
+def _served_name(cluster: Cluster, commands: Mapping[str, Command]) -> str | None:
+    """What clients call the model: a flag may say otherwise than its folder."""
+    return flag_value(commands[cluster.of_role(Role.DECODE)[0].id].argv, "--served-model-name")
 
 
 def _left_running(name: str, cluster: Cluster, model: ResolvedModel) -> ClusterRecord | None:
@@ -133,28 +140,6 @@ def _left_running(name: str, cluster: Cluster, model: ResolvedModel) -> ClusterR
     return record
 
 
-def _share(args: argparse.Namespace, words_after: Sequence[str]) -> tuple[Cluster, str]:
-    """The whole plan, and the host whose share of it is started here.
-
-    Raises:
-        LaunchError: engines are planned for several hosts, and none of them was named.
-    """
-    host, args.host = args.host, None if args.cluster else args.host
-    cluster = planned_cluster(args, words_after)
-    hosts = tuple(dict.fromkeys((*cluster.nodes, cluster.proxy_node)))
-    if args.cluster is not None and host is not None:
-        if host in hosts:
-            return cluster, host
-        if len(hosts) == 1:
-            args.host = host
-            cluster = planned_cluster(args, words_after)
-            return cluster, cluster.proxy_node
-    if len(hosts) > 1:
-        named = f"--host {host} is none of them" if host is not None else "name the one that this is with --host"
-        raise LaunchError(f"{args.cluster} plans {len(hosts)} hosts ({', '.join(hosts[:4])}): {named}")
-    return cluster, hosts[0]
-
-
 async def _up(
     args: argparse.Namespace,
     cluster: Cluster,
@@ -162,6 +147,7 @@ async def _up(
     *,
     node: str,
     command_of: Callable[[Cluster, str], Command],
+    room: Callable[[list[Command]], list[Problem]],
     logs: Path,
     left: ClusterRecord | None,
 ) -> int:
@@ -196,26 +182,28 @@ async def _up(
             log_bytes=args.log_max_mb << 20,
         )
         proxy = ProxyClient.of(record.cluster, os.environ)
-        operator = Operator(supervisor, record, command_of, proxy, keeping=keeping, environ=os.environ)
+        operator = Operator(supervisor, record, command_of, proxy, keeping=keeping, environ=os.environ, room=room)
         try:
             await operator.begin(left.alive if left is not None else ())
-            with Progress(supervisor) as progress:
-                if not await _unless(stop, supervisor.until_ready(args.start_timeout, progress.update)):
-                    print("stopping", flush=True)
-                    return 130
-            operator.write()
-            slowest = max(child.seconds for child in supervisor.children)
-            what = url if fronted else f"the share of {node}; the proxy is on {cluster.proxy_node}"
-            print(f"taken over: {what}" if left else f"ready after {slowest:.0f} s: {what}", flush=True)
-            if args.prompt is not None:
-                asking = ask(cluster, model.served_name, args.prompt, args.max_tokens, print_text)
-                answered = await _unless(stop, supervisor.watching(asking))
-                if answered:
-                    print("\nto keep it running: baton up", flush=True)
-                return 0 if answered else 130
-            print("try:\n" + _curl(url, model.served_name) if fronted else "", flush=True)
-            print("Ctrl-C stops everything", flush=True)
+            # From here on `baton status` is told what each process is doing.
             async with listening(operator, record.control):
+                with Progress(supervisor) as progress:
+                    if not await _unless(stop, supervisor.until_ready(args.start_timeout, progress.update)):
+                        print("stopping", flush=True)
+                        return 130
+                operator.write()
+                slowest = max(child.seconds for child in supervisor.children)
+                what = url if fronted else f"the share of {node}; the proxy is on {cluster.proxy_node}"
+                print(f"taken over: {what}" if left else f"ready after {slowest:.0f} s: {what}", flush=True)
+                if args.prompt is not None:
+                    asking = ask(cluster, model.served_name, args.prompt, args.max_tokens, print_text)
+                    answered = await _unless(stop, supervisor.watching(asking))
+                    if answered:
+                        print("\nto keep it running: baton up", flush=True)
+                    return 0 if answered else 130
+                print("try:\n" + _curl(url, model.served_name) if fronted else "", flush=True)
+                operator.opens()
+                print("Ctrl-C stops everything", flush=True)
                 await _unless(stop, operator.keep())
             print("stopping", flush=True)
         finally:
@@ -260,7 +248,7 @@ def _parser() -> Parser:
             "  baton up --prompt 'Count the number 1, 2, 3'\n"
             "  baton up ./my-model --decode 2 -- --max-num-seqs 8\n"
             "  baton up -f examples/2p3d.yaml\n"
-            "  baton up -f examples/neuron-2p3d-hosts.yaml --host NAME"
+            "  baton up -f examples/neuron-2p3d-hosts.yaml --host p0"
         ),
     )
     add_cluster_flags(parser)

@@ -34,6 +34,8 @@ _HOOKS = {
         *(
             "_handle_heartbeat",
             "_ensure_handshake",
+            "_cleanup_remote_engine",
+            "_cleanup_remote_engines",
             "_nixl_handshake",
             "start_load_kv",
             "_read_blocks_for_req",

@@ -23,6 +23,7 @@ import logging
 import queue
 import threading
 import time
+from collections.abc import Sized
 from concurrent.futures import Future
 from typing import Any
 
@@ -35,6 +36,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.utils import get_base_req
 from baton.engine.bounds import PushBounds
 from baton.engine.held import digest
 from baton.engine.schedulers import Watchful, salt_of
+from baton.engine.waiting import Ringer
 from baton.engine.workers import Counting
 
 logger = logging.getLogger("vllm.baton")
@@ -42,8 +44,15 @@ logger = logging.getLogger("vllm.baton")
 POLL_SECONDS = 0.05
 """How often a worker that has nothing in flight looks for notifications: nobody wakes it for a cancellation."""
 
+AWAITING_POLL_SECONDS = 0.002
+AWAITING_SHARE = 0.01
+"""How often one looks that waits for a push: after two milliseconds, or a hundredth of the wait so far."""
+
 NO = b"BATON-NO:"
 """How a notice begins by which P says that it won't push for a registration that names its ``prompt``: only ours do."""
+
+HEARTBEAT = b"HB:"
+"""How vLLM's notices begin that only renew leases (nixl/base_worker.py, ``_send_heartbeats``): no hurry."""
 
 REMEMBER_SECONDS = 600.0
 """How long a prefill server remembers that a request was cancelled which it has not finished yet."""
@@ -127,10 +136,35 @@ class BatonPushScheduler(Watchful, NixlPushConnectorScheduler):
 
 
 class _Polling(threading.Event):
-    """An event whose waiter looks again by itself."""
+    """An event whose waiter looks again by itself, often while *awaited* is not empty."""
+
+    def __init__(self, awaited: Sized) -> None:
+        super().__init__()
+        self._awaited = awaited
+        self._since = 0.0
+
+    def set(self) -> None:
+        self._since = time.monotonic()
+        super().set()
 
     def wait(self, timeout: float | None = None) -> bool:
-        return super().wait(POLL_SECONDS if timeout is None else timeout)
+        if timeout is None:
+            waited = AWAITING_SHARE * (time.monotonic() - self._since) if len(self._awaited) else POLL_SECONDS
+            timeout = min(max(waited, AWAITING_POLL_SECONDS), POLL_SECONDS)
+        return super().wait(timeout)
+
+
+class _Ringing(queue.Queue[bytes]):
+    """Notices for the worker's main thread, which nobody but the engine core's steps makes run: they are rung for."""
+
+    def __init__(self, ringer: Ringer) -> None:
+        super().__init__()
+        self._ringer = ringer
+
+    def put(self, item: bytes, block: bool = True, timeout: float | None = None) -> None:
+        super().put(item, block, timeout)
+        if not item.startswith(HEARTBEAT):
+            self._ringer.ring()
 
 
 class _Pulse(threading.Event):
@@ -167,7 +201,9 @@ class BatonPushWorker(Counting, NixlPushConnectorWorker):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._bounds = PushBounds.read(args[0].kv_transfer_config.get_from_extra_config)
-        self._push_writer_wake = _Polling()
+        self._ringer = Ringer(self.engine_id)
+        self._push_writer_wake = _Polling(self._recving_metadata)
+        self._pending_completion_notifs = _Ringing(self._ringer)
         self._push_writer_stop = self._pulse = _Pulse(self._bounds.stall_seconds)
         # decode, the main thread's: registrations under way, and those cancelled and unanswered, by request, with the
         # time when each is given up
@@ -181,6 +217,7 @@ class BatonPushWorker(Counting, NixlPushConnectorWorker):
         # prefill: the writer's
         self._cancelled_at: dict[str, float] = {}
         self._pushing: set[str] = set()
+        self._writes: dict[str, dict[str, Any]] = {}
         self._prompts: dict[str, tuple[int, bytes | None]] = {}
 
     # decode
@@ -214,6 +251,7 @@ class BatonPushWorker(Counting, NixlPushConnectorWorker):
         results = super().get_transfer_results()
         for request_id in results.finished_sending:
             self._prompts.pop(request_id, None)
+            self._writes.pop(request_id, None)
         self._given_up -= results.finished_recving
         return results
 
@@ -253,7 +291,8 @@ class BatonPushWorker(Counting, NixlPushConnectorWorker):
                 self.xfer_stats.add("refused_reads")
                 self._failed_recv_reqs.put(request_id)
             else:
-                self._pending_completion_notifs.put(notice)
+                # Without a ring: this is the step that was rung for.
+                queue.Queue.put(self._pending_completion_notifs, notice)
         made: set[str] = super()._get_new_notifs()
         return made
 
@@ -269,6 +308,7 @@ class BatonPushWorker(Counting, NixlPushConnectorWorker):
             return
         if registration.get("lost"):
             self._lost.put(request_id)
+            self._ringer.ring()
         elif registration.get("cancelled"):
             self._cancel(request_id, registration)
         elif get_base_request_id(request_id) not in self._cancelled_at:
@@ -314,7 +354,21 @@ class BatonPushWorker(Counting, NixlPushConnectorWorker):
             self._do_start_push_kv(request_id, (), {**registration_data, "refused": True})
             return
         self._pushing.add(registration_data["request_id"])
+        self._writes[request_id] = registration_data
         super()._do_start_push_kv(request_id, local_block_ids, registration_data)
+        if request_id in self._send_failures:
+            self._say_it_failed(request_id)
+
+    def _say_it_failed(self, request_id: str) -> None:
+        """Have the writer tell the decode server that a write failed: it would wait, and hold its blocks, for minutes.
+
+        Our own blocks stay until their lease ends.
+        """
+        registration = self._writes.pop(request_id, None)
+        if registration is not None:
+            logger.warning("what was to be written for %s was not", registration["request_id"])
+            self._deferred_push_inbox.put((request_id, (), {**registration, "refused": True}))
+            self._push_writer_wake.set()
 
     def _free(self, request_id: str) -> None:
         """Have the main thread release *request_id*'s blocks, as when all its readers had been served."""
@@ -368,6 +422,11 @@ class BatonPushWorker(Counting, NixlPushConnectorWorker):
             # What comes now is the answer that nothing does.
             failed |= done & self._given_up
             done -= failed
-        if transfers is self._sending_transfers and not transfers:
-            self._pushing.clear()
+        elif transfers is self._sending_transfers:
+            for request_id in failed:
+                self._say_it_failed(request_id)
+            for request_id in done:
+                self._writes.pop(request_id, None)
+            if not transfers:
+                self._pushing.clear()
         return done, failed

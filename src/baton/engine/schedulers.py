@@ -22,7 +22,7 @@ from baton.engine import side_channel
 from baton.engine.counters import WAITS, BatonStats
 from baton.engine.held import Held, digest
 from baton.engine.turns import common_tokens, digests
-from baton.engine.waiting import Naps
+from baton.engine.waiting import RUNG_SECONDS, Naps
 
 logger = logging.getLogger("vllm.baton")
 
@@ -54,7 +54,9 @@ class Watchful(NixlBaseConnectorScheduler):
         self._receiving: set[str] = set()
         self._read_early: set[str] = set()
         self.stats = BatonStats()
-        self._naps = Naps()
+        self._naps, self._idle = Naps(), False
+        self.naps_itself = True
+        """Until an engine core that can be woken asks for :meth:`patience`."""
         self._loads: dict[str, tuple[float, int]] = {}
 
     def set_xfer_handshake_metadata(self, metadata: Any) -> None:
@@ -74,6 +76,8 @@ class Watchful(NixlBaseConnectorScheduler):
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         self._drop_stale(connector_output)
         super().update_connector_output(connector_output)
+        if connector_output.finished_sending or connector_output.finished_recving:
+            self._busy()
         for request_id in connector_output.finished_sending or ():
             self._held.release(request_id)
         for request_id in connector_output.finished_recving or ():
@@ -110,6 +114,8 @@ class Watchful(NixlBaseConnectorScheduler):
             return False, None
         delayed, ticket = super().request_finished(request, block_ids)
         if delayed:
+            # A worker ends no lease of what it never heard of, and of tickets that ask nothing it hears nothing.
+            self._reqs_in_batch.add(request.request_id)
             self._pinned.add(request.request_id)
             self.stats.add("leases_pinned")
         if delayed and ticket is not None and self._TRANSFER_MODE == "pull":
@@ -126,10 +132,25 @@ class Watchful(NixlBaseConnectorScheduler):
         meta = super().build_connector_meta(scheduler_output)
         meta.claims = claims
         if scheduler_output.total_num_scheduled_tokens or _has_work(meta):
-            self._naps.busy()
+            self._busy()
         else:
-            time.sleep(self._naps.seconds(time.perf_counter()))
+            self._idle = True
+            if self.naps_itself:
+                time.sleep(self.patience())
         return meta
+
+    def patience(self) -> float:
+        """Seconds for which nothing is to be done but to wait, unless a request or a ring comes."""
+        if not self._idle:
+            return 0.0
+        if self._receiving and self._TRANSFER_MODE == "push" and not self.naps_itself:
+            # What comes is seen by the worker's thread, which rings.
+            return RUNG_SECONDS
+        return self._naps.seconds(time.perf_counter())
+
+    def _busy(self) -> None:
+        self._idle = False
+        self._naps.busy()
 
     def _claim(self, request: Request) -> tuple[int, bytes | None]:
         """How many tokens of *request*'s prompt it takes from elsewhere, and their digest."""

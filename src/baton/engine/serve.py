@@ -50,14 +50,21 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def stand_before(args: Any) -> None:
-    """Put Baton's door before the API, and let it see what the engine gives (see door.py)."""
-    from vllm.v1.engine import async_llm
+    """Put Baton's door before the API, let it see what the engine gives (door.py), and let engine cores wait.
+
+    For the last see waiting.py.
+    """
+    from vllm.v1.engine import async_llm, core
 
     from baton.engine.llm import BatonAsyncLLM
+    from baton.engine.waiting import patient
 
     args.middleware = [*args.middleware, "baton.engine.door.Door"]
     # The API server imports the name when it makes its client.
     async_llm.AsyncLLM = BatonAsyncLLM
+    # Forked engine cores look their class up here; spawned ones have vLLM's, and their schedulers nap by themselves.
+    core.EngineCoreProc = patient(core.EngineCoreProc)
+    core.DPEngineCoreProc = patient(core.DPEngineCoreProc)
 
 
 def _parse(words: list[str]) -> tuple[Any, Any]:

@@ -22,6 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPu
 from baton.engine.counters import BatonStats
 from baton.engine.held import Claim
 from baton.engine.hybrid_tp import HybridTPMixin
+from baton.engine.lost_peers import Watched
 from baton.engine.side_channel import Asker
 
 logger = logging.getLogger("vllm.baton")
@@ -34,7 +35,8 @@ BY_ENGINE = (
 
 
 class Counting(NixlBaseConnectorWorker):
-    """Counts renewed leases (vllm 0.32, nixl/base_worker.py ``_handle_heartbeat``), and forgets failed handshakes.
+    """Counts renewed leases (vllm 0.32, nixl/base_worker.py ``_handle_heartbeat``), forgets failed handshakes, and
+    meets lost peers anew (:mod:`baton.engine.lost_peers`).
 
     Handshakes are one an engine id, and whoever comes meanwhile shares what becomes of it: also with a ticket that says
     another port. Here such a one tries its own when the other has failed.
@@ -43,10 +45,33 @@ class Counting(NixlBaseConnectorWorker):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.xfer_stats = BatonStats()
+        self._peers = Watched(self.nixl_wrapper)
+        self.nixl_wrapper: Any = self._peers
         self._shaking: dict[str, tuple[Any, ...]] = {}
         self._shaking_lock = threading.RLock()
 
+    def _is_lost(self, engine_id: str) -> bool:
+        """Whether nothing reaches that engine with what is known of it."""
+        agents = self._remote_agents.get(engine_id) or {}
+        return any(name in self._peers.lost for name in agents.values())
+
+    def _cleanup_remote_engines(self) -> None:
+        """Read mode's, in its main thread: what is lost is forgotten once its reads have ended."""
+        if self._peers.lost:
+            self._failed_remote_engines.update(filter(self._is_lost, list(self._remote_agents)))
+        super()._cleanup_remote_engines()
+
+    def _forget_lost(self, engine_id: str) -> None:
+        """The same in write mode, where vLLM does not, before something is sent; in any thread."""
+        if self._TRANSFER_MODE == "pull" or not self._peers.lost:
+            return
+        with self._shaking_lock:
+            if self._is_lost(engine_id) and not any(map(self._peers.busy, self._remote_agents[engine_id].values())):
+                logger.warning("the connection to engine %s is lost: it is met anew", engine_id)
+                self._cleanup_remote_engine(engine_id, log_eviction=False)
+
     def _ensure_handshake(self, engine_id: str, *where: Any, **more: Any) -> Future[Any] | None:
+        self._forget_lost(engine_id)
         wanted = (*where, *sorted(more.items()))
         with self._shaking_lock:
             with self._handshake_lock:
@@ -120,7 +145,7 @@ class BatonPullWorker(Counting, HybridTPMixin, NixlPullConnectorWorker):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.nixl_wrapper: Any = LateNotices(self.nixl_wrapper)
+        self.nixl_wrapper = LateNotices(self.nixl_wrapper)
         self._asker = Asker()
         self._asking = ThreadPoolExecutor(2, thread_name_prefix="baton-held")
         # What is to be asked about each read, and the answers that are awaited; both by our own request.

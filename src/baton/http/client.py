@@ -75,6 +75,7 @@ class Exchange:
         linger_seconds: may be set until it is left.
         late: with *late_seconds*: who leaves before the body was read shuts down the sending side only, and an answer
             that is whole within this time goes here. To be set before it is entered, as *send_by* is.
+        patient: to be set before it is entered: it has a clock of its own, and :meth:`Pool.hush` does not concern it.
         send_by: not to be sent after this moment on the monotonic clock, when it had to wait for a connection.
         sent: whether the server can have got any of it.
     """
@@ -87,6 +88,7 @@ class Exchange:
         "late",
         "late_seconds",
         "linger_seconds",
+        "patient",
         "send_by",
         "sent",
     )
@@ -98,6 +100,7 @@ class Exchange:
         self.linger_seconds = linger_seconds
         self.late: Late | None = None
         self.late_seconds = 0.0
+        self.patient = False
         self.send_by = NEVER
         self.sent = False
         self._connection: ClientConnection | None = None
@@ -116,6 +119,8 @@ class Exchange:
         self.sent = True
         try:
             waiting = connection.send(self._data, bodiless=self._bodiless, busy=pool.busy)
+            if self.patient:
+                connection.patient = True
             if times.head is not None or times.total is not None:
                 connection.limit(times.head, times.total, began)
                 pool.watch(connection)
@@ -245,6 +250,12 @@ class Pool:
         for connection in [each for each in self._idle if each.idle_since < limit]:
             self._idle.remove(connection)
             connection.close()
+
+    def hush(self, first: float, later: float) -> None:
+        """Give up exchanges of which nothing was heard for so many seconds, see :meth:`ClientConnection.hush`."""
+        now = time.monotonic()
+        for connection in list(self._all):
+            connection.hush(first, later, now)
 
     def close(self) -> None:
         """Cut every connection, those that are being made included; there will be no more."""

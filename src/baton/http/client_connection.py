@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
+import socket
 import time
 from collections.abc import Callable, Sequence
 from typing import cast
@@ -16,6 +18,7 @@ import httptools
 
 from baton.http.messages import Header, first
 from baton.http.outbox import Buffer, Outbox
+from baton.http.watch import watch_peer
 
 HEAD_BYTES = 256 << 10
 """Of a response's head, of its trailers, and of what stands between two pieces of its body."""
@@ -126,6 +129,7 @@ class ClientConnection(asyncio.Protocol):
         idle_since: when it was given back, on the monotonic clock in seconds.
         due: when what is awaited now must have come, on the same clock; the pool calls :meth:`overdue` then.
         paused: whether its socket is not read.
+        patient: whether :meth:`hush` does not concern the exchange under way.
     """
 
     def __init__(
@@ -156,6 +160,9 @@ class ClientConnection(asyncio.Protocol):
         self._headed = False
         self._bodied = False
         self._began = False
+        self._news = False
+        self._quiet_since = 0.0
+        self.patient = False
         self._keep_alive = True
         self._bodiless = False
         self._informational = False
@@ -199,6 +206,8 @@ class ClientConnection(asyncio.Protocol):
         self._headed = False
         self._bodied = False
         self._began = False
+        self._news = True
+        self.patient = False
         self._bodiless = bodiless
         self._undigested = 0
         self.requests += 1
@@ -224,14 +233,28 @@ class ClientConnection(asyncio.Protocol):
             if self._error is None and self._pieces:
                 late(Response(self, self._status, self._headers), self._taken())
             self.close()
-        elif self._transport is not None and self.open and self._transport.can_write_eof():
-            self._outbox.flush()
-            self._transport.write_eof()
+        elif self.open and self._end_sending():
             self._late = late
             self.resume()
             self.due = time.monotonic() + seconds
         else:
             self.close()
+
+    def _end_sending(self) -> bool:
+        """Shut down the sending side; whether that was possible."""
+        assert self._transport is not None
+        self._outbox.flush()
+        if self._transport.can_write_eof():
+            self._transport.write_eof()
+            return True
+        # TLS could only say that it ends both ways. The TCP connection below it can end one: the peer takes that for
+        # the end, and what it has sent before can still be read.
+        try:
+            with socket.socket(fileno=os.dup(self._transport.get_extra_info("socket").fileno())) as same:
+                same.shutdown(socket.SHUT_WR)
+        except (OSError, AttributeError):
+            return False
+        return True
 
     def limit(self, head_seconds: float | None, total_seconds: float | None, since: float) -> None:
         """Give the request just sent no more than these times, each None for any.
@@ -252,6 +275,23 @@ class ClientConnection(asyncio.Protocol):
             self._fail(TooSlow(f"no answer within {self._head_seconds} s"))
         else:
             self._fail(TooSlow(f"no whole answer within {self._total} s"))
+
+    def hush(self, first: float, later: float, now: float) -> None:
+        """Give up a server that says nothing: to be called now and then, since no clock is looked at when it does.
+
+        Not one that is left already, nor one that is not read, since a slow reader holds it back.
+
+        Args:
+            first: seconds of silence before the first byte of the body.
+            later: the same after it.
+            now: on the monotonic clock.
+        """
+        if self._complete or self.patient or self._lingering or self._late is not None:
+            return
+        if self._news or self.paused:
+            self._news, self._quiet_since = False, now
+        if now - self._quiet_since >= (later if self._bodied else first):
+            self._fail(TooSlow(f"nothing was heard for {now - self._quiet_since:.0f} s"))
 
     def watch(self, on_broken: Callable[[ClientError], None]) -> None:
         self._on_broken = on_broken
@@ -311,13 +351,14 @@ class ClientConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # uvloop's transports are no subclass of asyncio's.
         self._transport = cast(asyncio.Transport, transport)
+        watch_peer(transport)
 
     def data_received(self, data: bytes) -> None:
         if self._complete:
             # Nothing was asked: whatever this is, the connection is out of step.
             self.close()
             return
-        self._began = True
+        self._began = self._news = True
         self._undigested += len(data)
         assert self._parser is not None
         try:

@@ -66,6 +66,9 @@ from baton.launch.findings import (
     Verdict,
     exit_code,
 )
+from baton.launch.machine import (
+    addresses_here,
+)
 from baton.launch.observe import (
     observe,
     observe_proxy,
@@ -78,10 +81,14 @@ from baton.launch.plan import (
     PlanRequest,
     plan,
 )
+from baton.launch.ports import (
+    node_at,
+)
 from baton.launch.preflight import (
     available_bytes,
     check_cluster,
     check_engine,
+    check_memory,
     check_plan,
     estimates,
 )
@@ -155,6 +162,7 @@ __all__ = [
     "Verdict",
     "Wish",
     "addresses",
+    "addresses_here",
     "as_shell",
     "as_text",
     "as_value",
@@ -166,6 +174,7 @@ __all__ = [
     "bidirectional_asked",
     "check_cluster",
     "check_engine",
+    "check_memory",
     "check_name",
     "check_plan",
     "cluster_commands",
@@ -187,6 +196,7 @@ __all__ = [
     "known_names",
     "listening",
     "load",
+    "node_at",
     "observe",
     "observe_proxy",
     "plan",

@@ -30,9 +30,10 @@ def cluster_commands(
     What stands in *environ* keeps our defaults away, where all runs on this host.
     """
     install = install_for(cluster, install)
-    environ = environ if len(cluster.nodes) == 1 else {}
+    environ, cores = _of_host(cluster, environ)
     commands = {
-        instance.id: _engine_command(cluster, instance, model, install, environ) for instance in cluster.instances
+        instance.id: _engine_command(cluster, instance, model, install, (environ, cores))
+        for instance in cluster.instances
     }
     return commands | {PROXY: proxy_command(cluster)}
 
@@ -44,8 +45,7 @@ def command_of(
     if name == PROXY:
         return proxy_command(cluster)
     instance = next(each for each in cluster.instances if each.id == name)
-    environ = environ if len(cluster.nodes) == 1 else {}
-    return _engine_command(cluster, instance, model, install_for(cluster, install), environ)
+    return _engine_command(cluster, instance, model, install_for(cluster, install), _of_host(cluster, environ))
 
 
 def here(cluster: Cluster, node: str) -> tuple[str, ...]:
@@ -80,10 +80,20 @@ def default_logs(environ: Mapping[str, str] = os.environ) -> Path:
     return state_folder(environ) / time.strftime("%Y%m%d-%H%M%S")
 
 
+def _of_host(cluster: Cluster, environ: Mapping[str, str]) -> tuple[Mapping[str, str], tuple[int, ...]]:
+    """Environment and cores that commands start from: this host's where all runs on one; of others nobody knows."""
+    return (environ, available_cpus()) if len(cluster.nodes) == 1 else ({}, ())
+
+
 def _engine_command(
-    cluster: Cluster, instance: Instance, model: ResolvedModel, install: EngineInstall, environ: Mapping[str, str]
+    cluster: Cluster,
+    instance: Instance,
+    model: ResolvedModel,
+    install: EngineInstall,
+    of_host: tuple[Mapping[str, str], tuple[int, ...]],
 ) -> Command:
-    command = engine_command(_request(cluster, instance), model, install, {**environ, **instance.environ})
+    environ, cores = of_host
+    command = engine_command(_request(cluster, instance, cores), model, install, {**environ, **instance.environ})
     # Who names devices himself, by ids perhaps, is left alone.
     ours = {
         name: value for name, value in command.environ.items() if name not in _VISIBLE or name not in instance.environ
@@ -94,7 +104,7 @@ def _engine_command(
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "NEURON_VISIBLE_DEVICES")
 
 
-def _request(cluster: Cluster, instance: Instance) -> EngineRequest:
+def _request(cluster: Cluster, instance: Instance, cores: tuple[int, ...]) -> EngineRequest:
     return EngineRequest(
         role=instance.role,
         vllm_args=("--host", instance.host, "--port", str(instance.port), *instance.engine_args),
@@ -102,8 +112,7 @@ def _request(cluster: Cluster, instance: Instance) -> EngineRequest:
         side_channel_port=instance.side_channel_port,
         cpus=instance.cpus,
         devices=instance.devices,
-        # On one host of several nobody knows the cores.
-        available_cpus=() if any(each.node != instance.node for each in cluster.instances) else available_cpus(),
+        available_cpus=cores,
         transfer_mode=cluster.transfer_mode,
         bidirectional=cluster.bidirectional,
         pull_threshold=cluster.pull_threshold,

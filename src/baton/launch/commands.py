@@ -10,6 +10,7 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from baton.cluster import Cluster, Role, TransferMode, Transport
@@ -27,6 +28,7 @@ from baton.engine import (
 from baton.launch import transports
 from baton.launch.devices import EngineInstall, neuron_transfer, visible_devices
 from baton.launch.errors import LaunchError
+from baton.launch.model_config import has_state, read_config
 from baton.launch.shapes import ranks_of
 from baton.models import ResolvedModel
 
@@ -38,6 +40,7 @@ STATIC_SHAPES_FLAG = "--static-shapes"
 """Stands among the engine's flags, so that it can differ from engine to engine; vLLM never sees it."""
 SIDE_CHANNEL_HOST = "VLLM_NIXL_SIDE_CHANNEL_HOST"
 SIDE_CHANNEL_PORT = "VLLM_NIXL_SIDE_CHANNEL_PORT"
+STATE_LAYOUT = "VLLM_SSM_CONV_STATE_LAYOUT"
 
 
 @dataclass(frozen=True)
@@ -432,6 +435,14 @@ def _environ(
         defaults["VLLM_ENGINE_READY_TIMEOUT_S"] = "3600"
     if model.local:
         defaults["HF_HUB_OFFLINE"] = "1"
+        if has_state(read_config(Path(model.target))):
+            # The only layout of convolution states that NIXL's connector can send.
+            if environ.get(STATE_LAYOUT, "DS") != "DS":
+                raise LaunchError(
+                    f"{STATE_LAYOUT}={environ[STATE_LAYOUT]}: the model's layers keep a state, which is handed "
+                    "over only in the layout DS; unset the variable"
+                )
+            defaults[STATE_LAYOUT] = "DS"
     if host in ("127.0.0.1", "localhost", "::1"):
         # Without it vLLM looks its address up by a route to the outside.
         defaults["VLLM_HOST_IP"] = "127.0.0.1"

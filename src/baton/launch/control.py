@@ -10,17 +10,22 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import aiohttp
 import orjson
-from aiohttp import web
 
 from baton.cluster import Role
 from baton.launch.errors import LaunchError
+from baton.launch.lazy import lazily
 from baton.launch.operate import Operator, Say
 from baton.launch.proxy_client import ProxyRefused
 from baton.launch.record import ClusterRecord
+
+if TYPE_CHECKING:
+    import aiohttp
+    from aiohttp import web
+else:
+    aiohttp, web = lazily("aiohttp"), lazily("aiohttp.web")
 
 SOCKET = "control"
 STATUS_SECONDS = 5.0
@@ -109,7 +114,7 @@ async def ask_status(record: ClusterRecord) -> list[dict[str, Any]]:
         ControlFailed: it cannot be asked.
     """
     async with _session(record, STATUS_SECONDS) as session, _asked(record), session.get("http://up/status") as response:
-        rows: list[dict[str, Any]] = (await response.json())["processes"]
+        rows: list[dict[str, Any]] = orjson.loads(await response.read())["processes"]
         return rows
 
 

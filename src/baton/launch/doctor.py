@@ -10,16 +10,22 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import aiohttp
 import orjson
 
 from baton.cluster import Cluster, Instance, Role, TransferMode
+from baton.counters import total
 from baton.launch.findings import Finding, bad, note, ok, skipped
 from baton.launch.hand_off import COUNT_SECONDS, HandOffFailed, Peer, hand_over
+from baton.launch.lazy import lazily
 from baton.launch.ports import means_here, peer_nodes
-from baton.launch.probe import sum_in, url_of
+from baton.launch.probe import url_of
+
+if TYPE_CHECKING:
+    import aiohttp
+else:
+    aiohttp = lazily("aiohttp")
 
 ANSWER_SECONDS = 5.0
 CONNECT_SECONDS = 3.0
@@ -35,12 +41,14 @@ class Settings:
         count_seconds: how long to wait for the engines' counters after it.
         hand_offs: whether to try pairs at all.
         key: for engines that ask for one.
+        node: which of the cluster's hosts this is; None for none of them.
     """
 
     hand_off_seconds: float = 60.0
     count_seconds: float = COUNT_SECONDS
     hand_offs: bool = True
     key: str | None = None
+    node: str | None = None
 
 
 @dataclass
@@ -90,7 +98,7 @@ async def check_cluster_running(cluster: Cluster, settings: Settings) -> tuple[l
     findings += check_roles(cluster, good)
     findings += check_alike(good)
     findings += check_advertised(cluster, good)
-    findings += await check_side_channels(good)
+    findings += await check_side_channels(cluster, good, settings.node)
     findings += check_counters(good)
     findings += [each async for each in check_hand_offs(good, settings)]
     return findings, up
@@ -194,6 +202,11 @@ def check_alike(seen: Sequence[Seen]) -> Iterator[Finding]:
 def check_advertised(cluster: Cluster, seen: Sequence[Seen]) -> Iterator[Finding]:
     """The address that peers are told is one that they can reach, and the one that was planned."""
     peers = peer_nodes(cluster)
+    met: dict[tuple[str, Any], list[str]] = {}
+    for each in seen:
+        if each.about:
+            place = str(each.about.get("side_channel_host")), each.about.get("side_channel_port")
+            met.setdefault(place, []).append(each.instance.id)
     for each in seen:
         if not each.about or not each.about.get("side_channel_host"):
             continue
@@ -215,6 +228,13 @@ def check_advertised(cluster: Cluster, seen: Sequence[Seen]) -> Iterator[Finding
                 name,
                 f"tells peers to meet it at {host}: that works on one host only",
                 "start it with --side-channel-host and a real address before another host joins",
+            )
+        elif twins := [other for other in met[host, port] if other != name]:
+            yield bad(
+                "advertised host",
+                name,
+                f"is met at {host}:{port}, as {' and '.join(twins)} is",
+                "start it with --side-channel-host and an address of its own host, or another --side-channel-port",
             )
         elif (host, port) != (instance.side_channel_host, instance.side_channel_port):
             yield note(
@@ -252,9 +272,28 @@ def check_counters(seen: Sequence[Seen]) -> Iterator[Finding]:
             yield note("leases" if "expired" in name else "transfers", each.instance.id, what.format(count), remedy)
 
 
-async def check_side_channels(seen: Sequence[Seen]) -> list[Finding]:
-    """Each rank's side channel takes connections from here; run it on the other role's host to know of that one."""
-    return [finding for found in await asyncio.gather(*map(_side_channel, seen)) for finding in found]
+async def check_side_channels(cluster: Cluster, seen: Sequence[Seen], node: str | None) -> list[Finding]:
+    """Each rank's side channel takes connections from here, when a peer that needs it runs here.
+
+    Args:
+        node: which of the cluster's hosts this is; None looks at all of them from wherever this is.
+    """
+    needed = [each for each in seen if node is None or node in met_from(cluster, each.instance)]
+    findings = [finding for found in await asyncio.gather(*map(_side_channel, needed)) for finding in found]
+    others = dict.fromkeys(each for one in seen for each in met_from(cluster, one.instance) if each != node)
+    if node is not None and others:
+        there = ", ".join(f"`baton doctor -f FILE --host {each}`" for each in list(others)[:4])
+        findings.append(skipped("side channel", "from other hosts", f"that is seen there only: {there}"))
+    return findings
+
+
+def met_from(cluster: Cluster, instance: Instance) -> tuple[str, ...]:
+    """The hosts from which an engine's side channel is met: those of the peers that begin a handshake with it.
+
+    In read mode decode servers begin all, but for turns that a prefill server pulls back; in write mode both do.
+    """
+    both = cluster.bidirectional or cluster.transfer_mode is TransferMode.WRITE
+    return peer_nodes(cluster)[instance.role] if both or instance.role is Role.PREFILL else ()
 
 
 async def _side_channel(each: Seen) -> list[Finding]:
@@ -315,7 +354,7 @@ async def _try(session: aiohttp.ClientSession, prefill: Seen, decode: Seen, sett
     try:
         done = await hand_over(session, prefill.peer, decode.peer, prefill.models[0], settings.count_seconds)
     except HandOffFailed as error:
-        return bad("hand-off", pair, str(error), error.remedy)
+        return bad("hand-off", pair, str(error), error.remedy + _way(prefill, decode))
     took = f"prefill {done.prefill_ms:.0f} ms, hand-off and first token {done.decode_ms:.0f} ms"
     if done.moved is None:
         return note(
@@ -329,6 +368,17 @@ async def _try(session: aiohttp.ClientSession, prefill: Seen, decode: Seen, sett
             "start the decode server with `baton engine --role decode`; see its log for the connector",
         )
     return ok("hand-off", pair, f"{done.moved:,} bytes; {took}")
+
+
+def _way(prefill: Seen, decode: Seen) -> str:
+    """What must be open between two hosts, as a remedy goes on; nothing for a pair on one."""
+    if prefill.instance.node == decode.instance.node or not prefill.about:
+        return ""
+    host, port = prefill.about.get("side_channel_host"), prefill.about.get("side_channel_port")
+    return (
+        f"; from {decode.instance.node} {host}:{port} must be open, and the ports that the transfer takes "
+        "(docs/multi-node.md)"
+    )
 
 
 # asking
@@ -396,7 +446,7 @@ def _counted(metrics: Reply) -> dict[str, int]:
     if metrics.status != 200:
         return {}
     with contextlib.suppress(ValueError):
-        return {name: int(count) for name in _TROUBLES if (count := sum_in(metrics.text, name))}
+        return {name: int(count) for name in _TROUBLES if (count := total(metrics.text.encode(), name.encode()))}
     return {}
 
 

@@ -55,7 +55,8 @@ class Examination:
 
 async def examine(asked: Examination) -> list[Finding]:
     """Every finding: of this host, of the plan, of what runs."""
-    settings = Settings(asked.hand_off_seconds, hand_offs=asked.hand_offs, key=asked.key)
+    node = asked.node if len(asked.cluster.nodes) > 1 else None
+    settings = Settings(asked.hand_off_seconds, hand_offs=asked.hand_offs, key=asked.key, node=node)
     machine = asyncio.to_thread(look_at_machine, asked)
     running, (findings, up) = await asyncio.gather(machine, check_cluster_running(asked.cluster, settings))
     return [*running, *check_fit(asked), *look_at_room(asked, up), *findings]
@@ -64,7 +65,7 @@ async def examine(asked: Examination) -> list[Finding]:
 def look_at_machine(asked: Examination) -> list[Finding]:
     """What has to do with no process of the cluster."""
     if asked.node is None:
-        return [skipped("packages", HERE, "it is no host of the cluster, or --on does not say which")]
+        return [skipped("packages", HERE, "it is no host of the cluster, or --host does not say which")]
     backends = backends_of(asked.cluster, asked.commands)
     findings = list(check_packages(asked.cluster, asked.install, nixl_version()))
     if asked.install.has_nixl:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from baton.cluster import THIS_HOST, Cluster, Device, Endpoint, Instance, Role, TransferMode, Transport
 from baton.launch.allot import allot_cpus, allot_devices
-from baton.launch.cluster_file import ClusterFile, EngineEntry
+from baton.launch.cluster_file import ClusterFile, EngineDefaults, EngineEntry
 from baton.launch.commands import DEFAULT_PORTS, DEFAULT_SIDE_CHANNEL_PORTS
 from baton.launch.errors import LaunchError
 from baton.launch.ports import means_here, port_owners
@@ -71,6 +71,7 @@ class Place:
     Attributes:
         name: ``P0``.
         entry: what the file says of it.
+        merged: that, over what the file says of its role and of all.
         replica: its number among the entry's engines on its host.
         node: its host, by its name in the plan.
         address: of that.
@@ -81,6 +82,7 @@ class Place:
     name: str
     role: Role
     entry: EngineEntry
+    merged: EngineDefaults
     replica: int
     node: str
     address: str
@@ -129,7 +131,7 @@ def plan_file(file: ClusterFile, flags: Flags, cpus: Sequence[int], numa: Sequen
         proxy_port=flags.proxy_port or file.proxy.port or 8000,
         proxy_node=proxy_node,
         proxy_flags=(*file.proxy.words(), *flags.proxy_flags),
-        instances=tuple(_instance(file, flags, each, cores, devices) for each in places),
+        instances=tuple(_instance(flags, each, cores, devices) for each in places),
     )
     port_owners(cluster)
     return cluster
@@ -150,14 +152,12 @@ def proxy_address(file: ClusterFile) -> str | None:
 
 
 def _instance(
-    file: ClusterFile,
     flags: Flags,
     place: Place,
     cores: Mapping[str, tuple[int, ...]],
     devices: Mapping[str, tuple[int, ...]],
 ) -> Instance:
-    below = place.entry.over(file.defaults.of_role(place.role))
-    side = place.address if flags.host else below.side_channel_host or place.address
+    side = place.address if flags.host else place.merged.side_channel_host or place.address
     return Instance(
         id=place.name,
         role=place.role,
@@ -169,7 +169,7 @@ def _instance(
         cpus=cores[place.name],
         devices=devices.get(place.name, ()),
         engine_args=place.args,
-        environ=below.environ,
+        environ=place.merged.environ,
     )
 
 
@@ -203,7 +203,7 @@ def _places(file: ClusterFile, flags: Flags, role: Role) -> list[Place]:
             _check_port(port, f"{name}'s API")
             for each, owner in side_channels(side, ranks).items():
                 _check_port(each, f"{name}'s {owner}")
-            made.append(Place(name, role, entry, replica, node, address, port, side, args))
+            made.append(Place(name, role, entry, merged, replica, node, address, port, side, args))
             replicas[node] += 1
             seen[node] += 1
             sides[node] += width

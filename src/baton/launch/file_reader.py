@@ -52,7 +52,8 @@ def read_cluster_file(path: Path) -> ClusterFile:
     try:
         return ClusterFile.model_validate(value)
     except ValidationError as error:
-        first, *others = (_say(path, lines, each) for each in error.errors(include_url=False))
+        found = error.errors(include_url=False)
+        first, *others = (_say(path, lines, each) for each in found if not _follows(each, found))
         raise ClusterFileError(first, others) from error
 
 
@@ -109,6 +110,18 @@ def dotted(where: Where) -> str:
     return text
 
 
+def _follows(error: Any, found: Sequence[Any]) -> bool:
+    """Whether an error is there because of another one: a list is empty since its item is wrong, or a key is missing
+    since its name is misspelled."""
+    where: Where = error["loc"]
+    if error["type"] == "too_short":
+        return any(each["loc"][: len(where)] == where and each is not error for each in found)
+    return error["type"] == "missing" and any(
+        each["type"] == "extra_forbidden" and each["loc"][:-1] == where[:-1] and _closest(each["loc"]) == where[-1]
+        for each in found
+    )
+
+
 def _say(path: Path, lines: Mapping[Where, int], error: Any) -> str:
     """One of pydantic's errors in one line: file, line, key, value, remedy."""
     where: Where = error["loc"]
@@ -126,8 +139,10 @@ def _say(path: Path, lines: Mapping[Where, int], error: Any) -> str:
             return f"{place}{key} is {value}: choose {error['ctx']['expected']}"
         case "value_error":
             return f"{place}{key} is {value}: {error['ctx']['error']}"
-    said = error["msg"].removeprefix("Input ").replace("valid ", "")
-    return f"{place}{key} is {value}: it {said}"
+    said = f"it {error['msg'].removeprefix('Input ').replace('valid ', '')}"
+    if key in set(Role) and error["type"] == "tuple_type":
+        said = "say how many servers, 1 or more, or list them, such as - replicas: 1"
+    return f"{place}{key} is {value}: {said}"
 
 
 _MISSING = {
@@ -135,6 +150,16 @@ _MISSING = {
     "prefill": ": list at least one server, such as - replicas: 1",
     "decode": ": list at least one server, such as - replicas: 1",
 }
+_SHORT = {
+    "tp": "tensor_parallel_size",
+    "pp": "pipeline_parallel_size",
+    "dp": "data_parallel_size",
+    "ep": "enable_expert_parallel",
+    "count": "replicas",
+    "env": "environ",
+    "args": "engine_args",
+}
+"""What people say for keys."""
 
 
 def _line(lines: Mapping[Where, int], where: Where) -> int | None:
@@ -148,9 +173,29 @@ def _line(lines: Mapping[Where, int], where: Where) -> int | None:
 
 
 def _nearest(where: Where) -> str:
-    known = list(_model_at(where[:-1]).model_fields)
-    close = difflib.get_close_matches(str(where[-1]), known, 1)
-    return f": did you mean {close[0]}?" if close else f"; there is: {', '.join(known)}"
+    close = _closest(where)
+    return f": did you mean {close}?" if close else f"; there is: {', '.join(_model_at(where[:-1]).model_fields)}"
+
+
+def _closest(where: Where) -> str | None:
+    """The key that was meant at a place: one that is there, or else one further down."""
+    word, fields = str(where[-1]), _model_at(where[:-1]).model_fields
+    below = {inner: f"{name}.{inner}" for name, field in fields.items() for inner in _inner_keys(field.annotation)}
+    if _SHORT.get(word) in fields:
+        return _SHORT[word]
+    if word in below:
+        return below[word]
+    close = difflib.get_close_matches(word, fields, 1)
+    if close:
+        return close[0]
+    further = difflib.get_close_matches(word, below, 1)
+    return below[further[0]] if further else None
+
+
+def _inner_keys(annotation: Any) -> Iterator[str]:
+    """The keys of a section; a list of entries, or names of one's own, are none."""
+    if isinstance(annotation, type) and issubclass(annotation, Value):
+        yield from annotation.model_fields
 
 
 def _model_at(where: Where) -> type[Value]:

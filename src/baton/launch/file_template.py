@@ -41,7 +41,9 @@ def written(wish: Wish, name: str) -> str:
     """The text of a cluster file called *name*."""
     lines = [
         f"# {wish.prefill} prefill and {wish.decode} decode servers. See what it comes to: baton plan -f {name}",
-        f"# Start it: baton up -f {name}" if len(wish.hosts) < 2 else f"# Scripts: baton plan -f {name} --output DIR",
+        f"# Start it: baton up -f {name}"
+        if len(wish.hosts) < 2
+        else f"# Start it, on each host: baton up -f {name} --host NAME",
         "# All keys: docs/reference.md; for editors: baton plan --schema > baton.schema.json",
         "",
         "# An embedded model's name, a folder, or a hub id.",

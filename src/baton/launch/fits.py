@@ -15,8 +15,8 @@ from functools import partial
 from pathlib import Path
 
 from baton.cluster import Cluster, Role
-from baton.launch.commands import Command, flag_value, without_flag
-from baton.launch.model_config import read_config
+from baton.launch.commands import Command, flag_value
+from baton.launch.model_config import has_state, read_config
 from baton.launch.planned import (
     HYBRID_OFF,
     Plan,
@@ -27,6 +27,7 @@ from baton.launch.planned import (
     hybrid_off,
     is_hybrid,
     is_mla,
+    kinds_of,
     length,
     names,
     tensor_parallel,
@@ -43,14 +44,9 @@ def check_fits(cluster: Cluster, commands: Sequence[Command], device: str) -> li
     Args:
         commands: of its instances, in their order.
     """
-    engines = tuple(Planned.of(*each) for each in zip(cluster.instances, commands, strict=True))
-    config = read_config(Path(engines[0].model))
-    # Checks look at every pair; engines that differ in their ports alone need one look.
-    kinds: dict[tuple[object, ...], Planned] = {}
-    for each in engines:
-        own = each.id if each.transfer.get("engine_id") else None
-        kinds.setdefault((own, each.role, each.model, _portless(each.args), str(each.transfer)), each)
-    return problems(Plan(tuple(kinds.values()), config, device))
+    # Checks look at every pair; engines that are alike need one look.
+    engines = tuple(Planned.of(*each) for each in kinds_of(cluster, commands))
+    return problems(Plan(engines, read_config(Path(engines[0].model)), device))
 
 
 def check_alone(command: Command, device: str) -> list[Problem]:
@@ -217,6 +213,31 @@ def pipelines(plan: Plan) -> Iterator[Problem]:
             return
 
 
+def states(plan: Plan) -> Iterator[Problem]:
+    """Layers that keep a state: what is known to end an engine, or to make answers vary and say nothing.
+
+    A cached prefix has blocks and no state beside them: the second prompt that begins like the first has ended decode
+    servers. With several ranks asynchronous scheduling lets the state run ahead.
+    """
+    if not has_state(plan.config):
+        return
+    for engine in plan.engines:
+        if engine.has("--enable-prefix-caching") is not False:
+            yield _words(
+                f"the model's layers keep a state, and prefix caching is on on {engine.id}: prompts that begin "
+                "alike have ended decode servers with it; add --no-enable-prefix-caching for all engines"
+            )
+            return
+    for engine in plan.engines:
+        ranks = tensor_parallel(engine)
+        if ranks > 1 and engine.has("--async-scheduling") is not False:
+            yield _words(
+                f"the model's layers keep a state, and --tensor-parallel-size is {ranks} on {engine.id}: answers vary "
+                "with asynchronous scheduling; add --no-async-scheduling"
+            )
+            return
+
+
 def own_engine_ids(plan: Plan) -> Iterator[Problem]:
     """A decode server knows its peers by it: two of one name are one to it, and it reads the wrong memory."""
     given = [(engine.id, engine.transfer["engine_id"]) for engine in plan.engines if engine.transfer.get("engine_id")]
@@ -239,18 +260,13 @@ CHECKS: tuple[Check, ...] = (
     one_transfer_mode,
     write_mode_is_one_way,
     pipelines,
+    states,
     own_engine_ids,
 )
 """All checks; a new one is a function more."""
 
-ALONE: tuple[Check, ...] = (write_mode_is_one_way, pipelines)
+ALONE: tuple[Check, ...] = (write_mode_is_one_way, pipelines, states)
 """Those that look at one engine at a time."""
-
-
-def _portless(args: Sequence[str]) -> tuple[str, ...]:
-    for name in ("--port", "--host", "--additional-config"):
-        args = without_flag(args, name)
-    return tuple(args)
 
 
 def _same(plan: Plan, name: str, value: Callable[[Planned], str | None], why: str) -> Iterator[Problem]:

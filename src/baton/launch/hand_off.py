@@ -7,26 +7,23 @@ import secrets
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import aiohttp
 import orjson
 
+from baton.hand_over import ASK, push_params
+from baton.launch.lazy import lazily
 from baton.launch.probe import counter_if_any, url_of
+
+if TYPE_CHECKING:
+    import aiohttp
+else:
+    aiohttp = lazily("aiohttp")
 
 NIXL_BYTES = "vllm:nixl_bytes_transferred_sum"
 COUNT_SECONDS = 12.0
 """Until an engine has published what it moved: with its next step or its next log line, every 10 s."""
 SHOWN = 200
-
-_ASK: Mapping[str, Any] = {
-    "do_remote_decode": True,
-    "do_remote_prefill": False,
-    "remote_engine_id": None,
-    "remote_block_ids": None,
-    "remote_host": None,
-    "remote_port": None,
-}
 
 
 class HandOffFailed(Exception):
@@ -88,10 +85,10 @@ async def hand_over(
     pushes = bool(prefill.about and prefill.about.get("transfer_mode") == "push")
     body = {"model": model, "prompt": secrets.token_hex(100), "max_tokens": 1, "temperature": 0}
     headers = {"x-request-id": f"doctor-{secrets.token_hex(8)}"}
-    first = {**body, "kv_transfer_params": dict(_ASK)}
+    first = {**body, "kv_transfer_params": dict(ASK)}
     if pushes:
         assert prefill.about is not None
-        ticket = push_params(prefill.about, headers["x-request-id"])
+        ticket = pushed_by(prefill.about, headers["x-request-id"])
         (_, prefill_ms), (_, decode_ms) = await asyncio.gather(
             _post(session, prefill, first, headers | _first_rank(prefill)),
             _post(session, decode, {**body, "kv_transfer_params": ticket}, headers),
@@ -109,20 +106,17 @@ async def hand_over(
     return HandedOver(prefill_ms, decode_ms, await _moved_since(prefill, decode, before, count_seconds))
 
 
-def push_params(about: Mapping[str, Any], request_id: str) -> dict[str, Any]:
+def pushed_by(about: Mapping[str, Any], request_id: str) -> dict[str, Any]:
     """What a decode server is told in write mode: to be pushed to by the first rank of the engine that says *about*."""
     many = about.get("dp_size", 1) > 1
-    return {
-        "do_remote_prefill": True,
-        "do_remote_decode": False,
-        "remote_engine_id": f"{about['engine_id']}_dp0" if many else about["engine_id"],
-        "remote_request_id": request_id,
-        "remote_host": about["side_channel_host"],
-        "remote_port": about["side_channel_port"],
-        "tp_size": about.get("tp_size", 1),
-        "pp_size": about.get("pp_size", 1),
-        "transfer_mode": "push",
-    }
+    return push_params(
+        f"{about['engine_id']}_dp0" if many else about["engine_id"],
+        about["side_channel_host"],
+        about["side_channel_port"],
+        request_id,
+        tp_size=about.get("tp_size", 1),
+        pp_size=about.get("pp_size", 1),
+    )
 
 
 def _first_rank(peer: Peer) -> dict[str, str]:

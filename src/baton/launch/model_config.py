@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+STATE_KEYS = ("mamba_d_state", "ssm_state_size", "state_size", "hybrid_override_pattern", "layers_block_type")
+"""What only configs of models with state-space layers have."""
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -17,3 +21,10 @@ def read_config(folder: Path) -> dict[str, Any]:
         return {}
     text = config.get("text_config")
     return config | text if isinstance(text, dict) else config
+
+
+def has_state(config: Mapping[str, Any]) -> bool:
+    """Layers that keep a state and not a cache (Mamba, linear attention): their pages decide on the block size."""
+    kinds = config.get("layer_types") or ()
+    named = any("attention" not in str(kind) or "linear" in str(kind) for kind in kinds)
+    return named or any(config.get(key) is not None for key in STATE_KEYS)

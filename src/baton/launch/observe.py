@@ -5,16 +5,21 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterable, Mapping
-from typing import Any
-
-import aiohttp
+from typing import TYPE_CHECKING, Any
 
 from baton.launch.cluster_run import PROXY, here
 from baton.launch.control import ControlFailed, ask_status
+from baton.launch.lazy import lazily
 from baton.launch.proxy_client import ProxyClient, ProxyRefused
 from baton.launch.record import ClusterRecord, runs
 
+if TYPE_CHECKING:
+    import aiohttp
+else:
+    aiohttp = lazily("aiohttp")
+
 ENGINE_SECONDS = 1.0
+"""Limit for all that one engine is asked; all are asked at once."""
 MOST_ENGINES = 64
 """Of more than these the engines themselves are not asked: the proxy knows their health and load."""
 
@@ -112,22 +117,31 @@ async def _seen(
 
     if len(instances) > MOST_ENGINES:
         return await routed(), {}
-    timeout = aiohttp.ClientTimeout(total=ENGINE_SECONDS)
-    async with aiohttp.ClientSession(timeout=timeout) as session:
+    # Two connections each, more than a session has unasked.
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(connector=connector) as session:
         rows, *engines = await asyncio.gather(routed(), *(_engine(session, each.url) for each in instances))
     return rows, {each.id: engine for each, engine in zip(instances, engines, strict=True)}
 
 
 async def _engine(session: aiohttp.ClientSession, url: str) -> dict[str, Any] | None:
-    """An engine's load, KV cache use, bytes moved and version; None when it does not answer."""
+    """An engine's load, KV cache use, bytes moved and version; None when it does not answer in time."""
     try:
-        async with session.get(f"{url}/metrics") as response:
-            found: dict[str, Any] = dict(gauges((await response.text()).splitlines()))
-        async with session.get(f"{url}/version") as response:
-            found["version"] = (await response.json()).get("version") if response.status == 200 else None
+        async with asyncio.timeout(ENGINE_SECONDS):
+            counts, version = await asyncio.gather(_counts(session, url), _version(session, url))
     except (aiohttp.ClientError, TimeoutError, OSError, ValueError):
         return None
-    return found
+    return {**counts, "version": version}
+
+
+async def _counts(session: aiohttp.ClientSession, url: str) -> dict[str, float]:
+    async with session.get(f"{url}/metrics") as response:
+        return gauges((await response.text()).splitlines())
+
+
+async def _version(session: aiohttp.ClientSession, url: str) -> str | None:
+    async with session.get(f"{url}/version") as response:
+        return (await response.json()).get("version") if response.status == 200 else None
 
 
 def gauges(lines: Iterable[str]) -> dict[str, float]:

@@ -10,7 +10,7 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,8 @@ from baton.launch.errors import LaunchError
 from baton.launch.phases import STARTING
 from baton.launch.ports import claims_of, instance_claims
 from baton.launch.preflight import check_ports
-from baton.launch.proxy_client import ProxyClient
+from baton.launch.problem import Problem
+from baton.launch.proxy_client import ProxyClient, ProxyRefused
 from baton.launch.record import ClusterRecord, ProcessRecord, created_at, save
 from baton.launch.rotation import rotate
 from baton.launch.shapes import ranks_of, side_channels
@@ -34,6 +35,7 @@ LONGEST_WAIT_SECONDS = 30.0
 STEADY_SECONDS = 60.0
 """Who served for so long is not taken for one that fails again and again."""
 ROTATE_SECONDS = 5.0
+HIGHEST_PORT = 65535
 
 Say = Callable[[str], None]
 
@@ -87,6 +89,7 @@ class Operator:
         command_of: the command of a process by its name, in the cluster as it is then.
         proxy: of the cluster.
         environ: where the record lies.
+        room: what keeps the commands of more engines from being started here.
     """
 
     def __init__(
@@ -98,6 +101,7 @@ class Operator:
         *,
         keeping: Keeping,
         environ: Mapping[str, str],
+        room: Callable[[list[Command]], list[Problem]] = lambda _: [],
     ) -> None:
         self.supervisor = supervisor
         self.record = record
@@ -105,9 +109,11 @@ class Operator:
         self._proxy = proxy
         self._keeping = keeping
         self._environ = environ
+        self._room = room
         self._fortunes: dict[str, Fortune] = {}
         # One change at a time; looking is always allowed.
         self._change = asyncio.Lock()
+        self._open = False
         self._wake = asyncio.Event()
         self._reviving: dict[str, asyncio.Task[None]] = {}
 
@@ -131,6 +137,12 @@ class Operator:
             await self.supervisor.start(name, self._command_of(self.cluster, name), probe, phase, boots)
             self.write()
         self.write()
+        if left:
+            await self._recall_drained(known)
+
+    def opens(self) -> None:
+        """Take changes from now on: all of it has answered."""
+        self._open = True
 
     def write(self) -> None:
         """Bring the record on disk up to date."""
@@ -201,6 +213,8 @@ class Operator:
             # Whether it dies on the way is seen by keep(), which buries it.
             with contextlib.suppress(ChildDied):
                 await self._until_ready(child)
+                if name == PROXY:
+                    await self._drain_again()
 
         task = asyncio.create_task(revive())
         self._reviving[name] = task
@@ -252,10 +266,10 @@ class Operator:
 
     def status(self) -> list[dict[str, Any]]:
         """What is known here of each process: its name, what it does, since when, and how it fared."""
-        rows = []
+        rows, children = [], {each.name: each for each in self.supervisor.children}
         engines = {each.id: each for each in self.cluster.instances}
         for name in here(self.cluster, self.record.node):
-            endpoint, child, fortune = engines.get(name), self.supervisor.child(name), self.fortune(name)
+            endpoint, child, fortune = engines.get(name), children.get(name), self.fortune(name)
             rows.append(
                 {
                     "id": name,
@@ -277,6 +291,17 @@ class Operator:
 
     # changes
 
+    @contextlib.asynccontextmanager
+    async def _changing(self) -> AsyncIterator[None]:
+        """
+        Raises:
+            LaunchError: it is still starting.
+        """
+        if not self._open:
+            raise LaunchError("the cluster is still starting: `baton status` tells how far it is; then try again")
+        async with self._change:
+            yield
+
     async def scale(self, wanted: Mapping[Role, int], say: Say) -> None:
         """Start or stop instances until there are as many of each role as *wanted*.
 
@@ -284,7 +309,7 @@ class Operator:
             LaunchError: there is no room for them, or one did not come up.
             ProxyRefused: the proxy does not go along; what was started for it has been stopped.
         """
-        async with self._change:
+        async with self._changing():
             for role, count in wanted.items():
                 if count < 1:
                     raise LaunchError(f"--{role} {count}: a cluster needs at least one {role} server")
@@ -305,11 +330,13 @@ class Operator:
     async def _grow(self, role: Role, more: int, say: Say) -> None:
         fresh: list[Instance] = []
         for _ in range(more):
-            fresh.append(next_instance(self.cluster, role, fresh, self.record.node))
+            fresh.append(next_instance(self.cluster, role, fresh, self.record.node, is_free))
         # All of it is checked before any of it is started.
         grown = ordered((*self.cluster.instances, *fresh))
         claims = [claim for each in fresh for claim in instance_claims(each)]
         problems = check_ports((claim.host, claim.port, claim.owner) for claim in claims)
+        larger = self.cluster.model_copy(update={"instances": grown})
+        problems += self._room([self._command_of(larger, each.id) for each in fresh])
         if problems:
             raise LaunchError("; ".join(problem.what for problem in problems))
         before = self.cluster.instances
@@ -334,7 +361,7 @@ class Operator:
             LaunchError: there is none of that name.
             ProxyRefused: the proxy does not go along.
         """
-        async with self._change:
+        async with self._changing():
             for instance in self._named(names):
                 await self._drain(instance, say)
 
@@ -345,7 +372,7 @@ class Operator:
             LaunchError: there is none of that name, or it does not come up.
             ProxyRefused: the proxy does not go along.
         """
-        async with self._change:
+        async with self._changing():
             chosen = self._named([name for name in names if name != PROXY])
             for instance in chosen:
                 await self._drain(instance, say)
@@ -355,6 +382,7 @@ class Operator:
                 say(f"{instance.id} serves again")
             if PROXY in names:
                 await self._restart(PROXY, say)
+                await self._drain_again()
                 say("the proxy serves again")
 
     async def _restart(self, name: str, say: Say) -> None:
@@ -376,6 +404,26 @@ class Operator:
             say(f"{instance.id} has nothing under way")
         else:
             say(f"{instance.id} is not done after {self._keeping.drain_seconds:g} s: what is left is cut off")
+
+    async def _drain_again(self) -> None:
+        """Tell a proxy that was started anew who is to get nothing."""
+        for each in self.cluster.on(self.record.node):
+            if self.fortune(each.id).draining:
+                with contextlib.suppress(ProxyRefused):
+                    await self._proxy.drain(each.url, 0.0)
+
+    async def _recall_drained(self, left: Mapping[str, ProcessRecord]) -> None:
+        """Find out from a proxy that is older than this supervisor who is to get nothing.
+
+        One that was drained to be restarted, and is not among those *left*, is taken back: it has been started anew.
+        """
+        with contextlib.suppress(ProxyRefused):
+            drained = {row["url"] for row in await self._proxy.instances() if row.get("draining")}
+            for each in self.cluster.on(self.record.node):
+                if each.url in drained and each.id not in left:
+                    await self._proxy.add(as_endpoint(each))
+                else:
+                    self.fortune(each.id).draining = each.url in drained
 
     async def _stop(self, name: str) -> int:
         """End a process, or the plan to start it; how often it was started."""
@@ -418,11 +466,23 @@ def ordered(instances: tuple[Instance, ...]) -> tuple[Instance, ...]:
     return tuple(sorted(instances, key=lambda each: each.role is not Role.PREFILL))
 
 
-def next_instance(cluster: Cluster, role: Role, beside: Sequence[Instance], node: str = THIS_HOST) -> Instance:
+def is_free(host: str, port: int) -> bool:
+    """Whether nobody listens there."""
+    return not check_ports([(host, port, "")])
+
+
+def next_instance(
+    cluster: Cluster,
+    role: Role,
+    beside: Sequence[Instance],
+    node: str = THIS_HOST,
+    free: Callable[[str, int], bool] = lambda *_: True,
+) -> Instance:
     """One more instance of *role* on *node*, as the last one there, with a name and ports of its own.
 
     Args:
         beside: others that are new as well.
+        free: whether nobody else has a port of that host; those that are not are stepped over.
 
     Raises:
         LaunchError: there are no ports left, or none of the role is there.
@@ -435,17 +495,19 @@ def next_instance(cluster: Cluster, role: Role, beside: Sequence[Instance], node
     taken = {claim.port for claim in claims_of(cluster.model_copy(update={"instances": every})) if claim.node == node}
     last = same[-1]
     port = max(each.port for each in same) + 1
-    while port in taken:
+    while port <= HIGHEST_PORT and (port in taken or not free(last.host, port)):
         port += 1
     width = _after(last) - last.side_channel_port
     side = max(map(_after, same))
-    while (taken | {port}) & set(range(side, side + width)):
+    while side + width - 1 <= HIGHEST_PORT and any(
+        each in taken or each == port or not free(last.side_channel_host, each) for each in range(side, side + width)
+    ):
         side += 1
-    if max(port, side + width - 1) > 65535:
+    if max(port, side + width - 1) > HIGHEST_PORT:
         raise LaunchError(f"there are no ports left for one more {role} server")
     used = {device for each in every if each.node == node for device in each.devices}
-    free = (number for number in itertools.count() if number not in used)
-    devices = tuple(itertools.islice(free, len(last.devices)))
+    unused = (number for number in itertools.count() if number not in used)
+    devices = tuple(itertools.islice(unused, len(last.devices)))
     name = f"{role.letter}{number}"
     return last.model_copy(update={"id": name, "port": port, "side_channel_port": side, "devices": devices})
 

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from baton.cluster import Instance, Role
+from baton.cluster import Cluster, Instance, Role
 from baton.launch.commands import Command, flag_value
+from baton.launch.model_config import has_state
 from baton.launch.shapes import ranks_of
 
 CPU_BLOCK = 128
@@ -90,6 +91,23 @@ class Plan:
         return product(self.of_role(Role.PREFILL), self.of_role(Role.DECODE))
 
 
+def kinds_of(cluster: Cluster, commands: Sequence[Command]) -> list[tuple[Instance, Command]]:
+    """One engine of each kind, in their order: those that differ in nothing but where they are, are looked at once.
+
+    Engines that are given a name of their own are told apart: it may be the same one.
+
+    Args:
+        commands: of *cluster*'s instances, in their order.
+    """
+    found: dict[tuple[object, ...], tuple[Instance, Command]] = {}
+    for each in zip(cluster.instances, commands, strict=True):
+        instance, _ = each
+        named = instance.id if any("engine_id" in word for word in instance.engine_args) else None
+        key = (named, instance.role, instance.engine_args, *sorted(instance.environ.items()))
+        found.setdefault(key, each)
+    return list(found.values())
+
+
 def names(engine: Planned) -> list[str]:
     """What an engine calls its model; the last --served-model-name wins, and it takes several."""
     found = [engine.model]
@@ -131,7 +149,7 @@ def cache_dtype(engine: Planned, plan: Plan) -> str | None:
 
 def block_size(engine: Planned, plan: Plan) -> int | None:
     """Tokens a block, or None when only vLLM can tell."""
-    if is_mla(plan.config) or has_state(plan.config):
+    if is_mla(plan.config) or has_state(_text_config(plan.config)):
         return None
     given = engine.flag("--block-size")
     if given is None:
@@ -162,12 +180,6 @@ def whole(text: str | None) -> int | None:
 
 def is_mla(config: Mapping[str, Any]) -> bool:
     return _text_config(config).get("kv_lora_rank") is not None
-
-
-def has_state(config: Mapping[str, Any]) -> bool:
-    """Layers that keep a state and not a cache: their pages decide on the block size."""
-    kinds = _text_config(config).get("layer_types") or ()
-    return any("attention" not in str(kind) or "linear" in str(kind) for kind in kinds)
 
 
 def is_hybrid(config: Mapping[str, Any]) -> bool:

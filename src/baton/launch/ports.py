@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from baton.cluster import Cluster, Instance, Role
@@ -76,6 +76,13 @@ def peer_nodes(cluster: Cluster) -> dict[Role, tuple[str, ...]]:
     """For each role, the hosts that its peers of the other role run on."""
     nodes = {role: tuple(dict.fromkeys(each.node for each in cluster.of_role(role))) for role in Role}
     return {Role.PREFILL: nodes[Role.DECODE], Role.DECODE: nodes[Role.PREFILL]}
+
+
+def node_at(cluster: Cluster, addresses: Collection[str]) -> str | None:
+    """The one host of *cluster* whose processes listen on one of *addresses*; None when that is none or several."""
+    homes = {(each.host, each.node) for each in cluster.instances} | {(cluster.proxy_host, cluster.proxy_node)}
+    nodes = {node for host, node in homes if host in addresses and not means_here(host)}
+    return nodes.pop() if len(nodes) == 1 else None
 
 
 def port_owners(cluster: Cluster) -> dict[tuple[str, int], str]:

@@ -10,7 +10,7 @@ import os
 import resource
 import socket
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from baton.launch.devices import EngineInstall, nixl_version
 from baton.launch.fits import check_alone, check_fits
 from baton.launch.heads import block_problem, heads_problem, sizes_problem
 from baton.launch.model_config import read_config
+from baton.launch.planned import kinds_of
 from baton.launch.ports import claims_of, means_here, peer_nodes
 from baton.launch.problem import Problem
 from baton.launch.shapes import experts_problem, ranks_of, side_channels
@@ -32,12 +33,19 @@ from baton.launch.speculative import check_speculative
 from baton.launch.static_shapes import check_static_shapes
 from baton.launch.versions import known_of
 
-ENGINE_OVERHEAD_BYTES = 1_600_000_000
-"""What an engine's three forked processes take beside weights and KV cache (docs/performance.md)."""
+ENGINE_OVERHEAD_BYTES = 1_100_000_000
+"""What an engine's three forked processes take beside weights and KV cache (docs/performance.md): 0.28 GB each of their
+own, and their part of the libraries that all engines of a host share."""
 
 WORKER_OVERHEAD_BYTES = 600_000_000
 """What each worker beyond the first adds to that, with the engine core of its data parallel rank: 0.53 GB were measured
 with a model of 29 MB."""
+
+VOCABULARY_COPIES = 3
+"""Sizes of the larger of embedding and LM head that an engine takes beside its weights: vLLM lays them out for its
+kernels and keeps the first layout too (0.32, model_executor/layers/utils.py, ``dispatch_cpu_unquantized_gemm``), and
+sampling and the tokenizer grow with the vocabulary. Fitted: beside weights and KV cache the embedded model took 0.4 GB
+more than one of 573 MB with 320 tokens."""
 
 DESCRIPTORS = 1024
 """Files that an engine and its clients have open, at the least."""
@@ -126,11 +134,12 @@ def check_plan(
         local_model: whether the model's files are on this disk.
     """
     commands, install = list(commands), install_for(cluster, install)
-    problems = check_shape(commands, install, local_model=local_model)
-    problems += check_components(commands, install, local_model=local_model)
+    kinds = [command for _, command in kinds_of(cluster, commands)]
+    problems = check_shape(kinds, install, local_model=local_model)
+    problems += check_components(kinds, install, local_model=local_model)
     if local_model:
-        problems += check_experts(commands, install)
-    problems += check_static_shapes(commands, install)
+        problems += check_experts(kinds, install)
+    problems += check_static_shapes(kinds, install)
     problems += [Problem(what, words=True) for what in check_speculative(cluster)]
     problems += check_roles(cluster, commands)
     problems += check_fits(cluster, commands, install.device)
@@ -256,14 +265,14 @@ def check_components(commands: Iterable[Command], install: EngineInstall, *, loc
     return [Problem(what, words=True) for what in found]
 
 
-def check_roles(cluster: Cluster, commands: Iterable[Command]) -> list[Problem]:
+def check_roles(cluster: Cluster, commands: Sequence[Command]) -> list[Problem]:
     """A problem for each pair of tensor parallel sizes between which no KV cache can be handed over.
 
     Args:
         commands: of *cluster*'s instances, in their order.
     """
     sizes: dict[Role, set[int]] = {Role.PREFILL: set(), Role.DECODE: set()}
-    for instance, command in zip(cluster.instances, commands, strict=True):
+    for instance, command in kinds_of(cluster, commands):
         sizes[instance.role].add(ranks_of(command.argv).tensor)
     pairs = itertools.product(sorted(sizes[Role.PREFILL]), sorted(sizes[Role.DECODE]))
     return [Problem(what, words=True) for pair in pairs if (what := sizes_problem(*pair))]
@@ -334,8 +343,8 @@ def check_memory(commands: list[Command], environ: Mapping[str, str] = os.enviro
     each = ", ".join(f"{each / 1e9:.1f} GB" for each in estimates)
     return [
         Problem(
-            f"too little memory: the engines need about {needed / 1e9:.1f} GB ({each}; weights, KV cache and "
-            f"{ENGINE_OVERHEAD_BYTES / 1e9:.1f} GB of overhead each) and {free / 1e9:.1f} GB are free. "
+            f"too little memory: the engines need about {needed / 1e9:.1f} GB ({each}; weights, KV cache "
+            f"and {ENGINE_OVERHEAD_BYTES / 1e9:.1f} GB of overhead each) and {free / 1e9:.1f} GB are free. "
             "Lower --kv-cache-memory-bytes, use a smaller model or --dtype bfloat16, or stop something."
         )
     ]
@@ -347,17 +356,19 @@ class Estimate:
 
     Attributes:
         weights: in the type they are served in, all ranks together.
+        vocabulary: what a large one takes beside them (:data:`VOCABULARY_COPIES`).
         kv_cache: of all workers.
         overhead: of its processes.
     """
 
     weights: int
+    vocabulary: int
     kv_cache: int
     overhead: int
 
     @property
     def total(self) -> int:
-        return self.weights + self.kv_cache + self.overhead
+        return self.weights + self.vocabulary + self.kv_cache + self.overhead
 
 
 def estimate(command: Command, environ: Mapping[str, str] = os.environ) -> Estimate:
@@ -368,9 +379,9 @@ def estimate(command: Command, environ: Mapping[str, str] = os.environ) -> Estim
     """
     ranks, folder = ranks_of(command.argv), Path(command.argv[3])
     weights = weight_bytes(folder, flag_value(command.argv, "--dtype"))
-    if ranks.local > 1:
-        saved = int(weights * saved_share(command.argv, tensor_bytes(folder)))
-        weights += int(weights * (1 - expert_share(folder))) * (ranks.local - 1) - saved * ranks.local
+    saved = int(weights * saved_share(command.argv, tensor_bytes(folder))) if ranks.local > 1 else 0
+    vocabulary = int(VOCABULARY_COPIES * weights * vocabulary_share(folder)) * ranks.local
+    weights += int(weights * (1 - expert_share(folder))) * (ranks.local - 1) - saved * ranks.local
     kv = flag_value(command.argv, "--kv-cache-memory-bytes")
     space = environ.get("VLLM_CPU_KVCACHE_SPACE", "")
     if kv and kv.isdigit():
@@ -378,7 +389,7 @@ def estimate(command: Command, environ: Mapping[str, str] = os.environ) -> Estim
     else:
         kv_bytes = int(space) << 30 if space.isdigit() else DEFAULT_KV_CACHE_BYTES
     overhead = ENGINE_OVERHEAD_BYTES + WORKER_OVERHEAD_BYTES * (ranks.workers - 1)
-    return Estimate(weights, kv_bytes * ranks.workers, overhead)
+    return Estimate(weights, vocabulary, kv_bytes * ranks.workers, overhead)
 
 
 def estimates(commands: Mapping[str, Command], environ: Mapping[str, str] = os.environ) -> dict[str, Estimate]:
@@ -410,6 +421,13 @@ def expert_share(folder: Path) -> float:
     """The part of the weights in *folder* that is in experts: 0 to 1."""
     sizes = tensor_bytes(folder)
     return sum(size for name, size in sizes.items() if ".experts." in name) / (sum(sizes.values()) or 1)
+
+
+def vocabulary_share(folder: Path) -> float:
+    """The part of the weights in *folder* that is the larger of embedding and LM head: 0 to 1."""
+    sizes = tensor_bytes(folder)
+    largest = max((size for name, size in sizes.items() if "embed_tokens" in name or "lm_head" in name), default=0)
+    return largest / (sum(sizes.values()) or 1)
 
 
 def tensor_bytes(folder: Path) -> dict[str, int]:

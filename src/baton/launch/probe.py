@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-import aiohttp
-from prometheus_client.parser import text_string_to_metric_families
-
+from baton.counters import total
+from baton.launch.lazy import lazily
 from baton.launch.supervisor import Probe
+
+if TYPE_CHECKING:
+    import aiohttp
+else:
+    aiohttp = lazily("aiohttp")
 
 PROBE_SECONDS = 2.0
 
@@ -49,15 +54,4 @@ async def counter_if_any(host: str, port: int, name: str) -> float | None:
         aiohttp.ClientError: the server does not answer.
     """
     async with aiohttp.ClientSession() as session, session.get(url_of(host, port, "/metrics")) as response:
-        return sum_in(await response.text(), name)
-
-
-def sum_in(text: str, name: str) -> float | None:
-    """The sum over all labels of one sample in a /metrics' *text*; None when it has none."""
-    values = [
-        sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-        if sample.name == name
-    ]
-    return sum(values) if values else None
+        return total(await response.read(), name.encode())

@@ -5,13 +5,19 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import aiohttp
+import orjson
 
 from baton.cluster import Cluster, Endpoint
 from baton.launch.commands import flag_value
+from baton.launch.lazy import lazily
 from baton.launch.probe import url_of
+
+if TYPE_CHECKING:
+    import aiohttp
+else:
+    aiohttp = lazily("aiohttp")
 
 ASK_SECONDS = 5.0
 LOOK_SECONDS = 0.1
@@ -91,8 +97,8 @@ class ProxyClient:
                 if response.status >= 300:
                     said = (await response.text())[:300]
                     raise ProxyRefused(f"the proxy answered {response.status} to {method} {path}: {said}")
-                return await response.json() if response.status != 204 else None
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+                return orjson.loads(await response.read()) if response.status != 204 else None
+        except (aiohttp.ClientError, TimeoutError, OSError, orjson.JSONDecodeError) as error:
             raise ProxyRefused(f"the proxy at {self.url} cannot be asked: {error or type(error).__name__}") from error
 
 

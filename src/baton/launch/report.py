@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import orjson
 
 from baton.cluster import THIS_HOST, Cluster, Instance, Role
 from baton.engine import format_cpus
@@ -155,4 +156,4 @@ def as_shell(node: str, found: Sequence[Process]) -> str:
 
 
 def dumps(value: Any) -> str:
-    return json.dumps(value, indent=2)
+    return orjson.dumps(value, option=orjson.OPT_INDENT_2).decode()

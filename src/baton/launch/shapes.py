@@ -6,6 +6,7 @@ refuses with a line of its own (a size that is no number) is not looked at here.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -40,6 +41,12 @@ class Ranks:
 
 def ranks_of(args: Sequence[str]) -> Ranks:
     """The ranks that vLLM's flags ask for, in long or short words."""
+    return _ranks_of(tuple(args))
+
+
+@functools.lru_cache(maxsize=1024)
+def _ranks_of(args: tuple[str, ...]) -> Ranks:
+    """Remembered: the engines of a large plan are asked for in the same words, and each is looked at many times."""
     data = _size(args, "--data-parallel-size", "-dp") or 1
     # One rank a process when somebody outside shares the requests out.
     own = _number(args, "--data-parallel-rank", "-dpn")

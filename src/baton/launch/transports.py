@@ -16,6 +16,11 @@ CPU_TLS = "^posix,sysv"
 """On CPU: all but shared memory, in pieces of which UCX would move a part of what cross-memory attach moves faster."""
 CPU_THREADS = 1
 """Of NIXL, on CPU: vLLM's 4 poll on cores that compute, and move nothing faster (docs/performance.md)."""
+UCX_TCP_USER_TIMEOUT = "UCX_TCP_USER_TIMEOUT"
+TCP_SECONDS = 20
+"""How long what was sent over TCP may stay unacknowledged before the connection is given up; less than a lease (30 s).
+UCX leaves it to the kernel, which tries for a quarter of an hour (Linux, tcp_retries2). With nixl 1.5.1 a read was
+given up 37 s after its peer was cut off, a write after 19 s; without it a read hung for as long as was tried, 150 s."""
 
 
 def extra_config(asked: Transport, given: Mapping[str, Any], device: str) -> dict[str, Any]:
@@ -66,9 +71,9 @@ def environ(asked: Transport, config: Mapping[str, Any], device: str, given: Map
                 f"--ucx-tls {asked.ucx_tls} is for backend UCX, and this engine uses {', '.join(backends)}"
             )
         return {}
-    if asked.ucx_tls is not None:
-        return {UCX_TLS: asked.ucx_tls}
-    return {UCX_TLS: CPU_TLS} if device == "cpu" and UCX_TLS not in given else {}
+    defaults = {UCX_TCP_USER_TIMEOUT: f"{TCP_SECONDS}s", **({UCX_TLS: CPU_TLS} if device == "cpu" else {})}
+    ours = {name: value for name, value in defaults.items() if name not in given}
+    return ours if asked.ucx_tls is None else {**ours, UCX_TLS: asked.ucx_tls}
 
 
 def _check_backends(given: Any) -> None:

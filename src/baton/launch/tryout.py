@@ -5,12 +5,18 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-import aiohttp
 import orjson
 
 from baton.cluster import Cluster
+from baton.launch.lazy import lazily
 from baton.launch.probe import counter_sum, url_of
+
+if TYPE_CHECKING:
+    import aiohttp
+else:
+    aiohttp = lazily("aiohttp")
 
 NIXL_BYTES = "vllm:nixl_bytes_transferred_sum"
 METRICS_SECONDS = 15.0

@@ -12,16 +12,19 @@ from baton.proxy.routing import POLICIES
 from baton.proxy.tracing import TracingUnavailable
 from baton.proxy.transfer_policy import OnNoTransfer
 from baton.proxy.turns import MOST_TURNS, TTL_SECONDS
+from baton.proxy.upstream import USUAL_PATIENCE, Patience
 
 __all__ = [
     "MOST_TURNS",
     "POLICIES",
     "TTL_SECONDS",
+    "USUAL_PATIENCE",
     "BadInstancesFile",
     "BreakerRules",
     "Fleet",
     "NoInstance",
     "OnNoTransfer",
+    "Patience",
     "ProbeRules",
     "Proxy",
     "ProxySettings",

@@ -15,11 +15,12 @@ from typing import Any
 
 import orjson
 
+from baton.hand_over import TICKET_KEY
 from baton.http import data_of, split, with_data
 from baton.proxy import legs
 from baton.proxy.errors import ProxyError
 from baton.proxy.legs import Body, Rules, Style
-from baton.proxy.ticket import TICKET_KEY, TRUSTED_KEYS, Ticket
+from baton.proxy.ticket import TRUSTED_KEYS, Ticket
 from baton.proxy.turns import Turn
 
 # Every event is searched for these words; with bytes.find, since `in` makes an exception and forgets it for each.

@@ -18,7 +18,7 @@ from typing import Any
 
 import orjson
 
-from baton.cluster import Endpoint, TransferMode
+from baton.cluster import Endpoint, Role, TransferMode
 from baton.http import Header, Limits, Request, Responder, Server
 from baton.proxy import legs
 from baton.proxy.access_log import AccessLog
@@ -48,7 +48,7 @@ from baton.proxy.tracing import Tracer
 from baton.proxy.transfer_policy import OnNoTransfer
 from baton.proxy.transfers import Transfers
 from baton.proxy.turns import MOST_TURNS, TTL_SECONDS, TurnStore
-from baton.proxy.upstream import Answer, Upstream
+from baton.proxy.upstream import USUAL_PATIENCE, Answer, Patience, Upstream
 from baton.proxy.warm_up import REASONS_PATH, FirstWorkers, WarmUp
 from baton.proxy.workers import Alive, Peers, Worker, Workers, watch_parent
 
@@ -76,6 +76,7 @@ class ProxySettings:
         prefill_policy, decode_policy: in one pool; None as *policy*.
         transfer_mode: what the engines must be; None asks them.
         request_timeout_seconds: for a request, from its arrival to the last byte of its answer; None has no limit.
+        patience: how long a leg is waited for of which nothing is heard.
         retries: how often a request that an engine failed is tried again.
         ticket_max_age_seconds: how old a ticket may be when a decode server gets it; None goes by its lease.
         probe_interval_seconds, probe_timeout_seconds: between two probes of an instance, and for one.
@@ -93,6 +94,7 @@ class ProxySettings:
         engine_api_key: what engines are given when the client brings no key of its own.
         cors_origins: the web origins whose pages may call.
         max_requests: under way at once; None has no limit.
+        max_decode_requests: the same at each decode server, with those that are still in prefill; None has no limit.
         queue_size, queue_seconds: how many more may wait, and how long.
         keep_alive_seconds: of silence after which a stream gets a comment; None sends none.
         request_id_headers: where a client's own id may stand, in lower case.
@@ -122,6 +124,7 @@ class ProxySettings:
     decode_policy: str | None = None
     transfer_mode: TransferMode | None = None
     request_timeout_seconds: float | None = None
+    patience: Patience = USUAL_PATIENCE
     retries: Retries = field(default_factory=Retries)
     ticket_max_age_seconds: float | None = None
     probe_interval_seconds: float = ProbeRules.interval_seconds
@@ -141,6 +144,7 @@ class ProxySettings:
     engine_api_key: str | None = field(default=None, repr=False)
     cors_origins: tuple[str, ...] = ()
     max_requests: int | None = None
+    max_decode_requests: int | None = None
     queue_size: int = 100
     queue_seconds: float = 60.0
     keep_alive_seconds: float | None = None
@@ -184,12 +188,15 @@ class Proxy:
         )
         self.fleet = Fleet(settings.endpoints, settings.transfer_mode, settings.breaker, probes)
         gate = Gate(settings.max_requests, settings.queue_size, settings.queue_seconds)
+        decode_gate = self._decode_gate()
         self.turns: TurnStore | None = None
         if settings.turns:
             signer = Signer() if settings.client_tickets else None
             self.turns = TurnStore(settings.turn_ttl_seconds, settings.max_turns, signer)
         tracer = Tracer(settings.otlp_endpoint) if settings.otlp_endpoint is not None else None
-        upstream = Upstream(self.fleet, settings.request_timeout_seconds, settings.engine_tls, probes)
+        upstream = Upstream(
+            self.fleet, settings.request_timeout_seconds, settings.engine_tls, probes, settings.patience
+        )
         outstanding = Outstanding(settings.ticket_max_age_seconds)
         self.fleet.on_new_engine(outstanding.void)
         self.fleet.held = lambda instance: outstanding.count(instance.id)
@@ -199,13 +206,22 @@ class Proxy:
             upstream,
             Picker(POLICIES[settings.prefill_policy or settings.policy]()),
             Picker(POLICIES[settings.decode_policy or settings.policy]()),
-            Metrics(self.fleet, gate, turns=self.turns, outstanding=outstanding, transfers=transfers),
+            Metrics(
+                self.fleet,
+                gate,
+                decode_gate=decode_gate,
+                turns=self.turns,
+                outstanding=outstanding,
+                transfers=transfers,
+            ),
             gate,
             outstanding,
             Releases(self.fleet, upstream, outstanding),
             settings.retries,
             tracer,
             transfers,
+            decode_gate,
+            settings.max_decode_requests or 0,
         )
         limit = settings.request_timeout_seconds
         self._deadlines = None if limit is None else Deadlines(limit)
@@ -266,6 +282,17 @@ class Proxy:
         if self._warm_up is not None:
             self._warm_up.look()
         return addresses
+
+    def _decode_gate(self) -> Gate | None:
+        """Has as many places as the usable decode servers together; with none of them those of one, to be told so."""
+        settings, fleet = self.settings, self.fleet
+        each = settings.max_decode_requests
+        if each is None:
+            return None
+        gate = Gate(each, settings.queue_size, settings.queue_seconds)
+        fleet.on_change = lambda: gate.resize(each * max(sum(one.usable for one in fleet.pools[Role.DECODE]), 1))
+        fleet.on_change()
+        return gate
 
     def _warming(self) -> WarmUp | FirstWorkers:
         settings = self.settings
@@ -400,6 +427,9 @@ class Proxy:
             del self._open[first_id]
             if journey.admitted:
                 way.gate.leave()
+            if way.decode_gate is not None:
+                journey.book(None)
+                way.decode_gate.leave(journey.places)
             if journey.beat is not None:
                 journey.beat.stop()
             seconds = time.monotonic() - times.arrived
@@ -446,7 +476,9 @@ class Proxy:
         if turns is not None and said is not None:
             journey.turn = turn_of(journey, turns, said, len(made))
 
-        # admit
+        # admit: first in line for a decode server, since the line ends before prefill
+        if way.decode_gate is not None and not legs.generates_nothing(journey.body, journey.rules):
+            journey.places = await way.decode_gate.enter(len(made))
         if not way.gate.try_enter():
             await way.gate.enter()
         journey.admitted = True
@@ -664,6 +696,9 @@ def serve_workers(
             first_worker=worker.first,
             # Each lets its share in.
             max_requests=None if settings.max_requests is None else -(-settings.max_requests // count),
+            max_decode_requests=None
+            if settings.max_decode_requests is None
+            else -(-settings.max_decode_requests // count),
             queue_size=-(-settings.queue_size // count),
         )
         run(serve(own, lambda _: worker.ready(), worker.alive))

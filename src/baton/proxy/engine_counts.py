@@ -1,13 +1,13 @@
 """What engines count of their transfers, read off their ``/metrics``. Pure.
 
-Read line by line, without a parser of the format: an engine has a thousand lines, and a dozen matter. Stock vLLM's
-names (0.32, kv_connector/v1/nixl/stats.py) and those that Baton's plugin adds.
+Stock vLLM's names (0.32, kv_connector/v1/nixl/stats.py) and those that Baton's plugin adds.
 """
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import dataclass
+
+from baton.counters import samples
 
 _NAMES = {
     b"vllm:nixl_bytes_transferred_sum": "moved_bytes",
@@ -45,16 +45,10 @@ class EngineCounts:
     def parse(cls, text: bytes) -> EngineCounts | None:
         """The counts in *text*; None when nothing in it is of a transfer: nobody can know then."""
         made, known = cls(), False
-        for line in text.split(b"\n"):
-            if not line.startswith((b"vllm:nixl_", b"baton_kv_")):
-                continue
-            field = _NAMES.get(line.partition(b"{")[0].partition(b" ")[0])
-            if field is None:
-                continue
-            with contextlib.suppress(ValueError, IndexError):
-                value = float(line.rpartition(b"}")[2].split()[0 if b"}" in line else 1])
-                setattr(made, field, getattr(made, field) + value)
-                known = True
+        for name, value in samples(text, _NAMES):
+            field = _NAMES[name]
+            setattr(made, field, getattr(made, field) + value)
+            known = True
         return made if known else None
 
     def moved_since(self, before: EngineCounts) -> bool:

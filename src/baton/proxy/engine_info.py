@@ -120,7 +120,8 @@ class EngineInfo:
 
 def same_engine(one: str, other: str) -> bool:
     """Whether two ids are of one start of an engine: its ranks add their number (vllm 0.32, v1/engine/core.py)."""
-    return _RANK.sub("", one) == _RANK.sub("", other)
+    # Mostly they are the same to the letter, and every request asks.
+    return one == other or _RANK.sub("", one) == _RANK.sub("", other)
 
 
 def disagreement(modes: Mapping[str, TransferMode], wanted: TransferMode | None) -> str | None:

@@ -81,6 +81,7 @@ class ProxyInstance:
         usable: whether it may be chosen: it lives, its breakers are closed and it is not draining. An instance whose
             breaker is half-open is not, and still gets one request at a time (:meth:`Fleet.usable`).
         in_flight: requests on it now.
+        booked: requests that count on it, from before their prefill to their end; kept while places are counted.
         outages: how often it went out.
         came_up: how often it became usable: another start has other connections.
         info: what it is, as it said itself; None when nothing is known.
@@ -97,6 +98,7 @@ class ProxyInstance:
         tells: whether it has said itself what it is, and can be asked again.
         since: when it came into its state, in Unix time.
         last_error: what went wrong on it last, in words; empty when nothing has.
+        silent: whether its last probe had no answer: somebody may be there, and stand still.
         probes_failed: so far.
         ejections: how often it was taken out, by reason.
     """
@@ -106,6 +108,7 @@ class ProxyInstance:
     place: int
     usable: bool = False
     in_flight: int = 0
+    booked: int = 0
     outages: int = 0
     came_up: int = 0
     info: EngineInfo | None = None
@@ -122,6 +125,7 @@ class ProxyInstance:
     engine_id: str | None = None
     tells: bool = False
     last_error: str = ""
+    silent: bool = False
     probes_failed: int = 0
     ejections: Counter[Ejection] = field(default_factory=Counter)
     _turn: int = field(default=0, repr=False)
@@ -158,12 +162,14 @@ class ProxyInstance:
             self._settle(why)
             self.changed()
 
-    def probed(self, good: bool, why: str, *, certain: bool = False) -> None:
+    def probed(self, good: bool, why: str, *, certain: bool = False, silent: bool = False) -> None:
         """A probe of it ended.
 
         Args:
             certain: of a bad one, that nobody is there.
+            silent: of a bad one, that there was no answer.
         """
+        self.silent = silent
         if not good:
             self.probes_failed += 1
             self.last_error = why
@@ -344,6 +350,7 @@ class Fleet:
         pools: the instances of each role, in order of their places. A list is never changed: another takes its place.
         numbers: that the next instance of each role gets.
         held: how many tickets are out whose blocks an instance still holds; whoever keeps count of them sets it.
+        on_change: called when an instance has become usable, or is no longer.
     """
 
     def __init__(
@@ -361,6 +368,7 @@ class Fleet:
         self.pools: dict[Role, list[ProxyInstance]] = {role: [] for role in Role}
         self.pairs = Pairs(breaker)
         self.held: Callable[[ProxyInstance], int] = lambda _: 0
+        self.on_change: Callable[[], None] = lambda: None
         self.numbers = dict.fromkeys(Role, 0)
         self._new_engine: list[Callable[[ProxyInstance], None]] = []
         self.on_new_engine(lambda instance: self.pairs.forget(instance.id))
@@ -453,11 +461,16 @@ class Fleet:
 
     def may_pair(self, prefill: ProxyInstance, decode: ProxyInstance) -> bool:
         """Whether the two may hand over, as far as earlier hand-offs between them say."""
-        return not self.pairs.troubled or self.pairs.may(prefill.id, decode.id, time.monotonic())
+        return not self.pairs.bad or self.pairs.may(prefill.id, decode.id, time.monotonic())
+
+    def pair_chosen(self, prefill: ProxyInstance, decode: ProxyInstance) -> None:
+        """A request is about to be handed over from the one to the other."""
+        if self.pairs.bad:
+            self.pairs.chosen(prefill.id, decode.id, time.monotonic())
 
     def pair_worked(self, prefill: ProxyInstance, decode: ProxyInstance) -> None:
         """A decode leg with a ticket of *prefill* succeeded."""
-        if self.pairs.troubled and not prefill.removed and not decode.removed:
+        if self.pairs.bad and not prefill.removed and not decode.removed:
             self.pairs.worked(prefill.id, decode.id, time.monotonic())
         for instance in (prefill, decode):
             if instance.hand_offs.failures:
@@ -491,6 +504,7 @@ class Fleet:
             self.mode = self._wanted
         else:
             self.mode = next(iter(modes.values()), TransferMode.READ)
+        self.on_change()
 
     def __iter__(self) -> Iterator[ProxyInstance]:
         for pool in self.pools.values():

@@ -21,6 +21,7 @@ from typing import Any
 import orjson
 
 from baton.cluster import Role
+from baton.hand_over import ASK
 from baton.http import Broken, Buffer, ConnectFailed, Header, Request, Response, TooLate, TooSlow
 from baton.proxy import legs
 from baton.proxy.admission import Gate
@@ -35,7 +36,7 @@ from baton.proxy.outstanding import Outstanding
 from baton.proxy.release import LATE_SECONDS, LINGER_SECONDS, Errand, Releases
 from baton.proxy.routing import Policy
 from baton.proxy.samples import Part
-from baton.proxy.ticket import ASK, Ticket
+from baton.proxy.ticket import Ticket
 from baton.proxy.tracing import Span, Tracer
 from baton.proxy.transfers import Transfers
 from baton.proxy.turns import Turn
@@ -113,6 +114,8 @@ class Journey:
         beat: what speaks while its stream is silent.
         named: whether the answer says which instances made it.
         admitted: it holds a place behind the gate.
+        places: that it holds at decode servers, of any of them.
+        booked: the decode server that it counts on, when their places are counted.
         turn: its conversation's; None when turns are off or it has none.
         due: when its whole time is over, on the monotonic clock.
         attempts: what failed it; None while nothing has.
@@ -138,6 +141,8 @@ class Journey:
     beat: Beat | None = None
     named: bool = True
     admitted: bool = False
+    places: int = 0
+    booked: ProxyInstance | None = None
     turn: Turn | None = None
     due: float = math.inf
     attempts: Attempts | None = None
@@ -180,6 +185,14 @@ class Journey:
             made.append(self.decode.named)
         return made
 
+    def book(self, decode: ProxyInstance | None) -> None:
+        """It counts on *decode* from now on, and no longer on another."""
+        if self.booked is not None:
+            self.booked.booked -= 1
+        self.booked = decode
+        if decode is not None:
+            decode.booked += 1
+
 
 @dataclass(frozen=True)
 class Way:
@@ -188,6 +201,8 @@ class Way:
     Attributes:
         prefill_policy, decode_policy: each pool's own.
         gate: admits requests.
+        decode_gate: gives them places at decode servers before their prefill; None when these have no limit.
+        decode_places: how many each of them has.
         outstanding: the tickets that are out.
         releases: what frees those that nobody will use.
         retries: how often a request is tried again.
@@ -206,6 +221,8 @@ class Way:
     retries: Retries = NO_RETRIES
     tracer: Tracer | None = None
     transfers: Transfers = field(default_factory=Transfers)
+    decode_gate: Gate | None = None
+    decode_places: int = 0
 
 
 class EngineRefusal(Fault):
@@ -233,15 +250,24 @@ def choose(journey: Journey, way: Way) -> None:
     prefills, decodes = way.fleet.usable(Role.PREFILL), way.fleet.usable(Role.DECODE)
     if journey.attempts is not None:
         prefills, decodes = (untried(usable, journey.attempts.failed) or usable for usable in (prefills, decodes))
+    if way.decode_places:
+        decodes = [each for each in decodes if each.booked < way.decode_places] or decodes
     if journey.prefill is None or journey.prefill not in prefills:
         journey.prefill = way.prefill_policy.pick(prefills)
     if journey.decode is None or journey.decode not in decodes:
         journey.decode = way.decode_policy.pick(decodes)
-    if not way.fleet.may_pair(journey.prefill, journey.decode):
-        decodes = [each for each in decodes if way.fleet.may_pair(journey.prefill, each)]
-        if decodes:
-            journey.decode = way.decode_policy.pick(decodes)
-    check_rank(journey.decode_headers, journey.decode.ranks)
+    if way.fleet.pairs.bad and not way.fleet.may_pair(journey.prefill, journey.decode):
+        fitting = [each for each in decodes if way.fleet.may_pair(journey.prefill, each)]
+        if fitting:
+            journey.decode = way.decode_policy.pick(fitting)
+        elif others := [each for each in prefills if way.fleet.may_pair(each, journey.decode)]:
+            journey.prefill = way.prefill_policy.pick(others)
+    if way.decode_places:
+        journey.book(journey.decode)
+    if journey.decode_headers:
+        check_rank(journey.decode_headers, journey.decode.ranks)
+    if way.fleet.pairs.bad:
+        way.fleet.pair_chosen(journey.prefill, journey.decode)
     journey.state = State.ADMITTED
 
 
@@ -369,6 +395,7 @@ def settle(journey: Journey, way: Way, ticket: Ticket | None, leg: Leg, error: B
     way.releases.revoke(ticket, errand)
     if cause_of(error) in OF_THE_TRANSFER:
         way.fleet.pair_failed(journey.prefill, journey.decode, str(error))
+        way.transfers.suspect_pairs.add((journey.prefill.id, journey.decode.id))
 
 
 def cause_of(error: BaseException) -> Cause | None:
@@ -434,6 +461,7 @@ async def prefill_alone(journey: Journey, way: Way) -> Answer:
     instance = journey.prefill
     assert instance is not None
     journey.state, journey.decode = State.PREFILLING, None
+    journey.book(None)
     if not journey.times.prefill_sent:
         journey.times.prefill_sent = time.monotonic()
     try:

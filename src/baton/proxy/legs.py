@@ -15,16 +15,8 @@ from typing import Any
 import msgspec
 import orjson
 
-from baton.proxy.ticket import (
-    ASK,
-    CONVERSATION_KEY,
-    DOORS,
-    TICKET_KEY,
-    TRUSTED_KEYS,
-    Ticket,
-    holds_trusted,
-    without_trusted,
-)
+from baton.hand_over import ASK, TICKET_KEY
+from baton.proxy.ticket import CONVERSATION_KEY, DOORS, TRUSTED_KEYS, Ticket, holds_trusted, without_trusted
 
 Body = Mapping[str, Any]
 

@@ -84,12 +84,14 @@ class Metrics(Collector):
         fleet: Fleet,
         gate: Gate,
         *,
+        decode_gate: Gate | None = None,
         turns: TurnStore | None = None,
         outstanding: Outstanding | None = None,
         transfers: Transfers | None = None,
     ) -> None:
         self._fleet = fleet
         self._gate = gate
+        self._gates = [gate] if decode_gate is None else [gate, decode_gate]
         self._turns = turns
         self._outstanding = Outstanding() if outstanding is None else outstanding
         self._transfers = transfers
@@ -184,7 +186,8 @@ class Metrics(Collector):
         yield split
         yield from instance_families(self._fleet)
         yield GaugeMetricFamily("baton_active_requests", "Requests under way", value=self._gate.active)
-        yield GaugeMetricFamily("baton_queued_requests", "Requests in line for a place", value=self._gate.waiting)
+        waiting = sum(each.waiting for each in self._gates)
+        yield GaugeMetricFamily("baton_queued_requests", "Requests in line for a place", value=waiting)
         yield from self._tickets()
         if self._turns is not None:
             yield from families(self._turns)

@@ -36,35 +36,37 @@ class Pairs:
     """The record of all pairs that have failed since they last worked.
 
     Attributes:
+        bad: those that are not known to be good; empty while all is well.
         failed: failures of each pair so far.
     """
 
     def __init__(self, rules: BreakerRules) -> None:
         self._rules = replace(rules, failures=min(rules.failures, MOST_FAILURES), successes=1)
-        self._bad: dict[Pair, Breaker] = {}
+        self.bad: dict[Pair, Breaker] = {}
         # Noted only while some pair is bad.
         self._worked_at: dict[Pair, float] = {}
         self.failed: dict[Pair, int] = {}
 
-    @property
-    def troubled(self) -> bool:
-        """Whether there is a pair that is not known to be good."""
-        return bool(self._bad)
-
     def may(self, prefill: str, decode: str, now: float) -> bool:
-        """Whether the two may hand over; an open pair is tried again when its time is over."""
-        breaker = self._bad.get((prefill, decode))
+        """Whether the two may hand over; an open pair is tried by one request when its time is over."""
+        breaker = self.bad.get((prefill, decode))
         return breaker is None or breaker.closed() or breaker.may_try(now)
+
+    def chosen(self, prefill: str, decode: str, now: float) -> None:
+        """A request goes to the two: while they are not known to be good, it is the one that tries them."""
+        breaker = self.bad.get((prefill, decode))
+        if breaker is not None and not breaker.closed():
+            breaker.try_now(now)
 
     def worked(self, prefill: str, decode: str, now: float) -> None:
         pair = (prefill, decode)
         self._worked_at[pair] = now
-        breaker = self._bad.get(pair)
+        breaker = self.bad.get(pair)
         if breaker is not None:
             breaker.success(now)
             if breaker.closed():
-                del self._bad[pair]
-        if not self._bad:
+                del self.bad[pair]
+        if not self.bad:
             self._worked_at.clear()
 
     def fail(self, prefill: str, decode: str, now: float, why: str) -> Verdict:
@@ -75,12 +77,12 @@ class Pairs:
         """
         pair = (prefill, decode)
         self.failed[pair] = self.failed.get(pair, 0) + 1
-        breaker = self._bad.setdefault(pair, Breaker(self._rules))
+        breaker = self.bad.setdefault(pair, Breaker(self._rules))
         breaker.failure(now, why)
         self._worked_at.pop(pair, None)
         prefill_works, decode_works = self._works(prefill, 0, now), self._works(decode, 1, now)
-        of_prefill = [each.failures for pair, each in self._bad.items() if pair[0] == prefill]
-        of_decode = [each.failures for pair, each in self._bad.items() if pair[1] == decode]
+        of_prefill = [each.failures for pair, each in self.bad.items() if pair[0] == prefill]
+        of_decode = [each.failures for pair, each in self.bad.items() if pair[1] == decode]
         blames_prefill = not prefill_works and self._says_enough(of_prefill, decode_works)
         blames_decode = not decode_works and self._says_enough(of_decode, prefill_works)
         guilty = None
@@ -92,7 +94,7 @@ class Pairs:
 
     def forget(self, instance: str) -> None:
         """Another engine is there now, or none any more."""
-        for table in (self._bad, self._worked_at):
+        for table in (self.bad, self._worked_at):
             for pair in [each for each in table if instance in each]:
                 del table[pair]
 

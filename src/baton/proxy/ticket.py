@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from baton.cluster import TransferMode
+from baton.hand_over import TICKET_KEY, push_params
 from baton.proxy.engine_info import WORDS, EngineInfo
 
-TICKET_KEY = "kv_transfer_params"
 TRUSTED_KEYS = (TICKET_KEY, "ec_transfer_params")
 """What an engine believes without asking: it names hosts, ports and blocks. Only the proxy may say it."""
 
@@ -22,16 +22,6 @@ CONVERSATION_KEY = "conversation_id"
 
 DOORS = ("vllm_xargs", "extra_args", "sampling_params")
 """Objects within a body whose keys an engine takes for the same."""
-
-ASK: Mapping[str, Any] = {
-    "do_remote_decode": True,
-    "do_remote_prefill": False,
-    "remote_engine_id": None,
-    "remote_block_ids": None,
-    "remote_host": None,
-    "remote_port": None,
-}
-"""What a prefill leg carries in the ticket's place: the wish for one (docs/concepts.md, step 3)."""
 
 
 @dataclass(slots=True)
@@ -75,20 +65,12 @@ def push_ticket(info: EngineInfo, rank: int, request_id: str, now: float) -> Tic
     """A decode leg's ticket in write mode, made before prefill has answered: to be pushed to by *info*'s *rank*.
 
     Args:
-        request_id: of both legs. P finds the request by the leg's own id; that this key is there at all is what vLLM
-            asks for (0.32, nixl/metadata.py, ``add_new_req_to_recv``).
+        request_id: of both legs.
     """
-    params = {
-        "do_remote_prefill": True,
-        "do_remote_decode": False,
-        "remote_engine_id": info.id_of_rank(rank),
-        "remote_request_id": request_id,
-        "remote_host": info.side_channel_host,
-        "remote_port": info.side_channel_port + rank,
-        "tp_size": info.tp_size,
-        "pp_size": info.pp_size,
-        "transfer_mode": WORDS[TransferMode.WRITE],
-    }
+    port = info.side_channel_port + rank
+    params = push_params(
+        info.id_of_rank(rank), info.side_channel_host, port, request_id, tp_size=info.tp_size, pp_size=info.pp_size
+    )
     return Ticket(params, now)
 
 

@@ -45,6 +45,7 @@ class Transfers:
         causes: of those that were not.
         engines: the last counts of each engine, by instance id.
         suspects: instances that gave no ticket: their pairs are proven anew.
+        suspect_pairs: prefill and decode servers between which a hand-off failed: they are proven anew, too.
     """
 
     def __init__(self, policy: OnNoTransfer | None = None) -> None:
@@ -53,6 +54,7 @@ class Transfers:
         self.causes: dict[Cause, int] = {}
         self.engines: dict[str, EngineCounts] = {}
         self.suspects: set[str] = set()
+        self.suspect_pairs: set[tuple[str, str]] = set()
         self._recent: dict[str, Recent] = {}
 
     def count(self, cause: Cause) -> None:

@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from baton.cluster import Role
 from baton.http import (
     Broken,
     Buffer,
@@ -36,11 +37,35 @@ from baton.proxy.tracing import Span
 logger = logging.getLogger("baton.proxy")
 
 SWEEP_SECONDS = 1.0
+SILENT_SECONDS = 30.0
+"""For how long a leg on an engine that answers no probe is waited for, when there is no other engine or the client has
+a part of the answer: it may only stand still for a while."""
 _TYPE = b"content-type"
 # What an engine's answer says to the client besides its body; framing is our own.
 _PASSED = frozenset((b"retry-after", b"www-authenticate"))
 _PASSED_FAMILY = b"x-ratelimit-"
 _WINDOW_BITS = {b"gzip": 31, b"x-gzip": 31, b"deflate": 15}
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long a leg may be without a word from its engine, in seconds; infinite for ever.
+
+    The one word of an answer in one piece is its end. A stream says something with every token.
+
+    Attributes:
+        prefill: in line at a prefill server, and while it computes the prompt.
+        decode: in line at a decode server, while it waits for the KV cache, and between two pieces of its answer.
+    """
+
+    prefill: float = 600.0
+    decode: float = 1800.0
+
+    def of(self, role: Role) -> float:
+        return self.prefill if role is Role.PREFILL else self.decode
+
+
+USUAL_PATIENCE = Patience()
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,6 +268,7 @@ class Upstream:
         timeout_seconds: for one leg from start to end; None waits as long as the client does.
         tls: for those that are reached by https; None has Python's own rules for it.
         probes: how an engine is asked for its health.
+        patience: with engines that say nothing.
     """
 
     def __init__(
@@ -251,7 +277,10 @@ class Upstream:
         timeout_seconds: float | None = None,
         tls: ssl.SSLContext | None = None,
         probes: ProbeRules = USUAL_PROBES,
+        patience: Patience = USUAL_PATIENCE,
     ) -> None:
+        self._fleet = fleet
+        self._patience = patience
         self._times = Timeouts(total=timeout_seconds)
         self._tls = tls
         self._probes = probes
@@ -302,6 +331,12 @@ class Upstream:
         """The same for a GET."""
         return Leg(instance, self._pool(instance).request(b"GET", path, headers), None)
 
+    def _question(self, instance: ProxyInstance, path: bytes) -> Exchange:
+        """One of the proxy's own, that shows whether an engine is there: no silence of the engine's cuts it short."""
+        exchange = self._pool(instance).request(b"GET", path, ())
+        exchange.patient = True
+        return exchange
+
     async def probe(self, fleet: Fleet) -> None:
         """Ask every instance for its health, all at once."""
         await asyncio.gather(*(self.probe_one(instance) for instance in fleet))
@@ -311,10 +346,7 @@ class Upstream:
         path = self._probes.path
         said = path.decode()
         try:
-            async with (
-                asyncio.timeout(self._probes.timeout_seconds),
-                self._pool(instance).request(b"GET", path, ()) as response,
-            ):
+            async with asyncio.timeout(self._probes.timeout_seconds), self._question(instance, path) as response:
                 await response.read()
             healthy = response.status == 200
             if healthy and (instance.tells or not instance.learned):
@@ -326,7 +358,8 @@ class Upstream:
         except ConnectFailed as error:
             instance.probed(False, f"{said} failed: {error}", certain=True)
         except (ClientError, TimeoutError) as error:
-            instance.probed(False, f"{said} failed: {str(error) or 'too slow'}")
+            silent = isinstance(error, TimeoutError)
+            instance.probed(False, f"{said} failed: {str(error) or 'too slow'}", silent=silent)
 
     async def _learn(self, instance: ProxyInstance) -> None:
         """Ask an instance what it is. One that doesn't know the question is a stock engine: its tickets say it.
@@ -334,10 +367,8 @@ class Upstream:
         Raises:
             ClientError, TimeoutError: there was no answer.
         """
-        async with (
-            asyncio.timeout(self._probes.timeout_seconds),
-            self._pool(instance).request(b"GET", engine_info.PATH, ()) as response,
-        ):
+        seconds = self._probes.timeout_seconds
+        async with asyncio.timeout(seconds), self._question(instance, engine_info.PATH) as response:
             raw = await response.read()
         learned, instance.learned = instance.learned, response.status < 500
         if response.status != 200:
@@ -362,15 +393,29 @@ class Upstream:
         instance.set_info(info)
 
     async def sweep_forever(self) -> None:
-        """Close connections that were idle for too long, once a second."""
+        """Close connections that were idle for too long, and give up legs that wait for too long, once a second."""
         while True:
             await asyncio.sleep(SWEEP_SECONDS)
             for name, pool in list(self._pools.items()):
                 pool.sweep()
                 instance = self._instances[name]
+                pool.hush(*self._silence(instance))
                 if instance.removed and not pool.size and not instance.in_flight:
                     pool.close()
                     del self._pools[name], self._instances[name]
+
+    def _silence(self, instance: ProxyInstance) -> tuple[float, float]:
+        """Seconds without a word after which a leg on *instance* is given up: before its first byte, and after it.
+
+        One that was taken out since it answers no probe would let its legs wait for ever. Another, if there is one, is
+        asked at once; nothing of the answer is lost by that.
+        """
+        usual = self._patience.of(instance.endpoint.role)
+        if instance.up or not instance.silent:
+            return usual, usual
+        later = min(usual, SILENT_SECONDS)
+        others = any(each.usable for each in self._fleet.pools[instance.endpoint.role])
+        return (0.0 if others else later), later
 
     def close(self) -> None:
         self._closed = True

@@ -35,7 +35,7 @@ RETRY_SECONDS = 2.0
 own limit of 5 s (0.32, nixl/base_worker.py), and then the client that comes next would be the one to fail."""
 TRIES = 4
 LONGEST_RETRY_SECONDS = 30.0
-"""The same while the proxy waits for it to be ready: then it is tried until it works."""
+"""Unless ``--on-no-transfer`` is lenient a pair is tried until it works, but no further apart than this."""
 SUSPECT_SECONDS = 10.0
 """Between two proofs of a pair whose requests are not handed over."""
 
@@ -137,12 +137,14 @@ class WarmUp:
 
     def _doubt_suspects(self) -> None:
         """Have pairs proven anew whose requests were not handed over; each at most so often."""
-        suspects = self._way.transfers.suspects
-        for pair in pairs(self._way.fleet) if suspects else ():
+        suspects, suspect_pairs = self._way.transfers.suspects, self._way.transfers.suspect_pairs
+        for pair in pairs(self._way.fleet) if suspects or suspect_pairs else ():
             last = self._proved_at.get(key(pair), 0.0)
-            if suspects & set(key(pair)) and time.monotonic() - last > SUSPECT_SECONDS:
+            suspected = key(pair) in suspect_pairs or suspects & set(key(pair))
+            if suspected and time.monotonic() - last > SUSPECT_SECONDS:
                 self._tried.pop(key(pair), None)
         suspects.clear()
+        suspect_pairs.clear()
 
     def counts(self) -> dict[str, int]:
         """Pairs that are known, how many of them were tried, and what came of it."""
@@ -189,9 +191,8 @@ class WarmUp:
         if self._tried.get(key(pair)) != starts(pair):
             return True
         failures, at = self._again.get(key(pair), (0, 0.0))
-        # While nobody is ready for the want of it, there is no last try.
-        endless = not self._over and not self._lenient()
-        return failures > 0 and (failures < TRIES or endless) and time.monotonic() >= at
+        # What is a reason not to be ready, or said to be wrong, is looked at until it is well.
+        return failures > 0 and (failures < TRIES or not self._lenient()) and time.monotonic() >= at
 
     def _on_done(self, task: asyncio.Task[None]) -> None:
         del self._running[task]

@@ -129,7 +129,7 @@ async def _stream(
             await _end_badly(made, drawn, responder)
             return
     ticket = _finish(running, drawn)
-    end = made.end([each.text for each in running], counts)
+    end = made.end([each.text for each in running], counts, ticket)
     if ticket is not None and engine.spec.settings.baton:
         end = with_ticket([events.pop(), *end] if events else end, ticket)
     if Kind.NO_DONE in drawn:

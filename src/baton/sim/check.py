@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +22,7 @@ from baton.cluster import TransferMode
 from baton.sim.check_cases import Case, Step, cases
 from baton.sim.judge import text_of
 from baton.sim.lab import Lab, specs
-from baton.sim.requests import TICKET_KEY
+from baton.sim.requests import RESPONSES, TICKET_KEY
 from baton.sim.settings import EngineSettings
 
 WAIT_SECONDS = 120.0
@@ -81,11 +82,12 @@ class Difference:
 
 @dataclass(frozen=True)
 class Pair:
-    """A prefill and a decode server, and what they call their model."""
+    """A prefill and a decode server, what they call their model, and who moves the KV cache."""
 
     prefill: str
     decode: str
     model: str
+    mode: TransferMode = TransferMode.READ
 
     def url(self, to: str) -> str:
         return self.prefill if to == "P" else self.decode
@@ -95,11 +97,13 @@ async def observe(session: aiohttp.ClientSession, pair: Pair, case: Case) -> dic
     """What comes back to the requests of *case*, in shape: path of a value -> its kind."""
     seen: dict[str, Any] = {}
     answers: list[Any] = []
+    # Engines that push find the two legs by it.
+    request_id = f"check-{secrets.token_hex(8)}" if pair.mode is TransferMode.WRITE else None
     for number, step in enumerate(case.steps):
         where = f"{number + 1}. {step.to} {step.path}"
         try:
             async with asyncio.timeout(step.leave if step.leave is not None else WAIT_SECONDS):
-                status, kind, raw = await _send(session, pair, step, answers)
+                status, kind, raw = await _send(session, pair, step, answers, request_id)
         except TimeoutError:
             seen[where] = "left"
             answers.append(None)
@@ -123,7 +127,7 @@ async def observe(session: aiohttp.ClientSession, pair: Pair, case: Case) -> dic
 
 
 async def _send(
-    session: aiohttp.ClientSession, pair: Pair, step: Step, answers: Sequence[Any]
+    session: aiohttp.ClientSession, pair: Pair, step: Step, answers: Sequence[Any], request_id: str | None
 ) -> tuple[int, str, bytes]:
     url = f"{pair.url(step.to)}{step.path}"
     if step.body is None:
@@ -132,7 +136,13 @@ async def _send(
     body = {"model": step.model or pair.model, **step.body}
     if step.ticket is not None:
         body[TICKET_KEY] = {**((answers[step.ticket] or {}).get(TICKET_KEY) or {}), **step.changed}
-    async with session.post(url, data=orjson.dumps(body), headers={"content-type": "application/json"}) as response:
+    headers = {"content-type": "application/json"}
+    if request_id is not None:
+        headers["x-request-id"] = request_id
+        if step.path == RESPONSES:
+            # Where engines take it from the body alone (vllm 0.32).
+            body["request_id"] = f"resp_{request_id}"
+    async with session.post(url, data=orjson.dumps(body), headers=headers) as response:
         return response.status, response.content_type, await response.read()
 
 
@@ -222,18 +232,20 @@ async def compare(prefill: str, decode: str, chosen: Sequence[Case] | None = Non
     """Run the cases on real engines and on fakes that are made as they are.
 
     Raises:
-        Unreachable: the real ones do not answer, or are in another transfer mode than read.
+        Unreachable: the real ones do not answer, or have no connector.
     """
     timeout = aiohttp.ClientTimeout(total=WAIT_SECONDS)
     async with aiohttp.ClientSession(timeout=timeout) as session:
         settings = await _settings_of(session, prefill)
-        real = Pair(prefill.rstrip("/"), decode.rstrip("/"), settings.model)
+        real = Pair(prefill.rstrip("/"), decode.rstrip("/"), settings.model, settings.mode)
         lab = Lab(specs(1, 1, settings))
         await lab.start()
         try:
-            fake = Pair(lab.engines["P0"].url, lab.engines["D0"].url, settings.model)
+            fake = Pair(lab.engines["P0"].url, lab.engines["D0"].url, settings.model, settings.mode)
             found: list[Difference] = []
-            for case in cases() if chosen is None else chosen:
+            if chosen is None:
+                chosen = cases(settings.mode, bidirectional=settings.bidirectional, longest=settings.longest)
+            for case in chosen:
                 try:
                     seen = await observe(session, real, case)
                 except (aiohttp.ClientError, TimeoutError) as error:
@@ -258,6 +270,13 @@ async def _settings_of(session: aiohttp.ClientSession, url: str) -> EngineSettin
     )
     if said is None:
         return settings
-    if said.get("transfer_mode") != "pull":
-        raise Unreachable(f"{url} is in transfer mode {said.get('transfer_mode')!r}: read mode is what is compared")
-    return replace(settings, block_size=said["block_size"], mode=TransferMode.READ)
+    if said.get("transfer_mode") not in ("pull", "push"):
+        raise Unreachable(f"{url} has no KV connector: start it with baton engine --role prefill")
+    mode = TransferMode.WRITE if said["transfer_mode"] == "push" else TransferMode.READ
+    return replace(
+        settings,
+        block_size=said["block_size"],
+        mode=mode,
+        bidirectional=bool(said.get("bidirectional")),
+        lease_seconds=said["kv_lease_seconds"],
+    )

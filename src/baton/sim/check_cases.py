@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from baton.sim.requests import CHAT, COMPLETIONS, GENERATE, MESSAGES, PATHS, RESPONSES, TICKET_KEY
+from baton.cluster import TransferMode
+from baton.hand_over import ASK, TICKET_KEY
+from baton.sim.requests import CHAT, COMPLETIONS, GENERATE, MESSAGES, PATHS, RESPONSES
 
 PROMPT = "Count the number 1, 2, 3 and so on until the very end of all numbers, one, two, three, four, five, six, seven"
-ASK: Mapping[str, Any] = {
-    "do_remote_decode": True,
-    "do_remote_prefill": False,
-    "remote_engine_id": None,
-    "remote_block_ids": None,
-    "remote_host": None,
-    "remote_port": None,
-}
 
 
 @dataclass(frozen=True)
@@ -50,12 +44,16 @@ class Case:
 
     Attributes:
         frees: whether it ends with the prefill server's KV cache empty.
+        reads: whether it is of read mode alone: of a ticket that names blocks, or is used otherwise than once.
+        turns: whether it is of decode servers that keep turns.
         known: parts of differences that are meant, each with its reason.
     """
 
     name: str
     steps: tuple[Step, ...]
     frees: bool = True
+    reads: bool = False
+    turns: bool = False
     known: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -90,8 +88,22 @@ _POISON = "a ticket used twice is refused by Baton's connector, and read all the
 _SYSTEM = "usage of a chat names tokens that were put into a cache; here nobody counts them"
 
 
-def cases() -> list[Case]:
-    """What is compared."""
+def cases(mode: TransferMode = TransferMode.READ, *, bidirectional: bool = False, longest: int = 1024) -> list[Case]:
+    """What is compared of engines in *mode*, which keep turns when they are *bidirectional*.
+
+    Args:
+        longest: their context, in tokens.
+    """
+    chosen = [
+        case
+        for case in _all(longest)
+        if (mode is TransferMode.READ or not case.reads) and (bidirectional or not case.turns)
+    ]
+    # Those that leave something behind come last.
+    return sorted(chosen, key=lambda case: not case.frees)
+
+
+def _all(longest: int) -> list[Case]:
     made = [
         Case("get health", (Step("P", "/health"), Step("D", "/health"))),
         Case("get models", (Step("P", "/v1/models"),)),
@@ -137,7 +149,8 @@ def cases() -> list[Case]:
         Case("stream_options without stream", (Step("P", COMPLETIONS, _completion(stream_options=usage)),)),
         Case("cap of 0", (Step("P", COMPLETIONS, _completion(max_tokens=0)),)),
         Case("cap of 0, chat", (Step("P", CHAT, {**BODIES[CHAT], "max_tokens": 0}),)),
-        Case("prompt too long", (Step("P", COMPLETIONS, _completion(prompt="word " * 9_000)),)),
+        # Not by much: a text that is far too long is refused by its characters, before it is made tokens.
+        Case("prompt too long", (Step("P", COMPLETIONS, _completion(prompt="word " * (longest + longest // 4))),)),
         Case("cap too high", (Step("P", COMPLETIONS, _completion(max_tokens=99_999_999)),)),
         Case("no prompt", (Step("P", COMPLETIONS, {}),)),
         Case("negative temperature", (Step("P", COMPLETIONS, _completion(temperature=-1)),)),
@@ -153,6 +166,7 @@ def cases() -> list[Case]:
                 Step("D", COMPLETIONS, _completion(cache_salt="twice"), ticket=0, same_as=1),
             ),
             known={f"3. D {COMPLETIONS}": _POISON},
+            reads=True,
         ),
         Case(
             "ticket of an unknown engine",
@@ -167,12 +181,13 @@ def cases() -> list[Case]:
                 ),
                 Step("D", COMPLETIONS, BODIES[COMPLETIONS], ticket=0),
             ),
+            reads=True,
         ),
         Case(
             "abort with a ticket",
             (
                 Step("P", COMPLETIONS, leg(COMPLETIONS)),
-                Step("D", COMPLETIONS, _completion(max_tokens=500), ticket=0, leave=0.05),
+                Step("D", COMPLETIONS, _completion(max_tokens=longest // 2, ignore_eos=True), ticket=0, leave=0.05),
             ),
         ),
         Case(
@@ -181,5 +196,47 @@ def cases() -> list[Case]:
         ),
         Case("metrics", (Step("P", "/metrics"), Step("D", "/metrics"))),
     ]
-    # Those that leave something behind come last.
-    return sorted(made, key=lambda case: not case.frees)
+    return made + [each for path in (COMPLETIONS, CHAT) for each in _turns(path)]
+
+
+def _turns(path: str) -> Iterator[Case]:
+    """A conversation's second turn, whose prefill starts from what the decode server has kept."""
+    body = {**BODIES[path], "ignore_eos": True}
+    if path == CHAT:
+        said = [*body["messages"], {"role": "assistant", "content": "one"}, {"role": "user", "content": "and then?"}]
+        longer: dict[str, Any] = {**body, "messages": said}
+    else:
+        longer = {**body, "prompt": f"{PROMPT}, eight, nine, ten"}
+    first = (Step("P", path, leg(path)), Step("D", path, body, ticket=0))
+    second = {**longer, "max_tokens": 1}
+    yield Case(
+        f"next turn {path}",
+        (*first, Step("P", path, second, ticket=1), Step("D", path, longer, ticket=2)),
+        known={"created_cache_tokens": _SYSTEM},
+        turns=True,
+    )
+    yield Case(
+        f"next turn in a stream {path}",
+        (*first, Step("P", path, second, ticket=1), Step("D", path, {**longer, "stream": True}, ticket=2)),
+        known={"created_cache_tokens": _SYSTEM},
+        turns=True,
+    )
+    yield Case(
+        f"a turn that is another's {path}",
+        (*first, Step("P", path, {**second, **_other(path)}, ticket=1)),
+        known={"created_cache_tokens": _SYSTEM},
+        frees=False,
+        turns=True,
+    )
+    yield Case(
+        f"a turn that is not kept {path}",
+        (Step("P", path, leg(path)), Step("D", path, body, ticket=0, changed={"keep_blocks": False})),
+        known={"created_cache_tokens": _SYSTEM},
+        turns=True,
+    )
+
+
+def _other(path: str) -> dict[str, Any]:
+    if path == CHAT:
+        return {"messages": [{"role": "user", "content": f"No: {PROMPT}"}]}
+    return {"prompt": f"No: {PROMPT}"}

@@ -50,8 +50,12 @@ class Format:
         """The event of one token; *finish* with a choice's last."""
         raise NotImplementedError
 
-    def end(self, texts: Sequence[Text], counts: Counts) -> list[bytes]:
-        """The events after the last token of all choices, the end of the stream among them."""
+    def end(self, texts: Sequence[Text], counts: Counts, ticket: Mapping[str, Any] | None) -> list[bytes]:
+        """The events after the last token of all choices, the end of the stream among them.
+
+        Args:
+            ticket: shown where vLLM shows it by itself; a Baton engine puts it on top as well (:func:`with_ticket`).
+        """
         raise NotImplementedError
 
 
@@ -104,7 +108,7 @@ class _OpenAI(Format):
     def _chunk(self, choices: bytes, rest: bytes = b"") -> bytes:
         return b'data: %b,"choices":[%b]%b}\n\n' % (self._head, choices, rest)
 
-    def end(self, texts: Sequence[Text], counts: Counts) -> list[bytes]:
+    def end(self, texts: Sequence[Text], counts: Counts, ticket: Mapping[str, Any] | None) -> list[bytes]:
         if not self.job.usage:
             return [DONE]
         usage = orjson.dumps(_usage(counts, stream=True))
@@ -252,7 +256,7 @@ class Generate(Format):
         choice = self._choice(index, [token], finish, 1)
         return event({"request_id": self.job.name, "usage": None, "output_mode": "tokens", "choices": [choice]})
 
-    def end(self, texts: Sequence[Text], counts: Counts) -> list[bytes]:
+    def end(self, texts: Sequence[Text], counts: Counts, ticket: Mapping[str, Any] | None) -> list[bytes]:
         return [DONE]
 
 
@@ -301,7 +305,7 @@ class Messages(Format):
         delta = {"type": "text_delta", "text": token}
         return event({"type": "content_block_delta", "delta": delta, "index": index}, "content_block_delta")
 
-    def end(self, texts: Sequence[Text], counts: Counts) -> list[bytes]:
+    def end(self, texts: Sequence[Text], counts: Counts, ticket: Mapping[str, Any] | None) -> list[bytes]:
         reason = "max_tokens" if texts[0].finish == "length" else "end_turn"
         delta = {
             "type": "message_delta",
@@ -422,7 +426,7 @@ class Responses(Format):
         where = {"content_index": 0, "item_id": self._item, "output_index": 0}
         return self._event("response.output_text.delta", **where, delta=token, logprobs=[])
 
-    def end(self, texts: Sequence[Text], counts: Counts) -> list[bytes]:
+    def end(self, texts: Sequence[Text], counts: Counts, ticket: Mapping[str, Any] | None) -> list[bytes]:
         text = texts[0]
         where = {"content_index": 0, "item_id": self._item, "output_index": 0}
         part: Json = {"annotations": [], "text": text.text, "type": "output_text", "logprobs": None}
@@ -430,7 +434,7 @@ class Responses(Format):
             self._event("response.output_text.done", **where, logprobs=[], text=text.text),
             self._event("response.content_part.done", **where, part=part),
             self._event("response.output_item.done", item=self._message(text.text, "completed"), output_index=0),
-            self._event("response.completed", response=self._response(text, counts, None, self._status(text))),
+            self._event("response.completed", response=self._response(text, counts, ticket, self._status(text))),
         ]
 
 

@@ -92,9 +92,10 @@ def make(
         "dcp_size": 1,
         "pp_size": 1,
         "remote_num_tokens": tokens,
-        "remote_blocks_expiry_time": expires,
         "transfer_mode": "push" if push else "pull",
     }
+    if not push:
+        ticket["remote_blocks_expiry_time"] = expires
     if cached is not None:
         ticket["remote_prefill_cached_tokens"] = cached
     return ticket

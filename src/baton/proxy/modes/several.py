@@ -39,6 +39,7 @@ async def run_several(journey: Journey, made: Sequence[Part], way: Way, responde
         try:
             await run_single(own, way, partial(whole.take, part.index))
         finally:
+            own.book(None)
             journey.retries += own.retries
 
     leading = {part.prompt: part.index for part in reversed(made)}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Coroutine
 from functools import partial
+from typing import Any
 
 from baton.cluster import TransferMode
 from baton.proxy.errors import Fault, ProxyError
@@ -26,19 +28,19 @@ async def run_mixed(journey: Journey, way: Way, deliver: Deliver) -> None:
 _RUNS = {TransferMode.READ: run_read, TransferMode.WRITE: run_write, None: run_mixed}
 
 
-async def run_single(journey: Journey, way: Way, deliver: Deliver) -> None:
-    """A whole request for one answer.
+def run_single(journey: Journey, way: Way, deliver: Deliver) -> Coroutine[Any, Any, None]:
+    """A whole request for one answer, to be awaited. No coroutine itself: each is woken up three times a request.
 
     Raises:
         NoInstance: a pool is empty; nothing was sent.
         EngineRefusal, StreamFailed: an engine answered with an error.
         ProxyError: a leg failed, or the fleet's engines cannot hand over to each other.
     """
-    way.transfers.expected += 1
-    if way.transfers.policy is OnNoTransfer.FALLBACK:
-        await run_or_alone(_run, journey, way, deliver)
-    else:
-        await _run(journey, way, deliver)
+    transfers = way.transfers
+    transfers.expected += 1
+    if transfers.policy is OnNoTransfer.FALLBACK:
+        return run_or_alone(_run, journey, way, deliver)
+    return _run(journey, way, deliver)
 
 
 async def _run(journey: Journey, way: Way, deliver: Deliver) -> None:

@@ -6,12 +6,13 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+from baton.hand_over import TICKET_KEY
 from baton.proxy import legs
 from baton.proxy.answers import Prefilled
 from baton.proxy.door import tenant
 from baton.proxy.errors import ProxyError
 from baton.proxy.journey import EngineRefusal, Journey, Way, prefill
-from baton.proxy.ticket import CONVERSATION_KEY, TICKET_KEY
+from baton.proxy.ticket import CONVERSATION_KEY
 from baton.proxy.turns import Turn, TurnStore, client_ticket
 
 logger = logging.getLogger("baton.proxy")
