@@ -23,7 +23,7 @@ from vllm.v1.outputs import SamplerOutput
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from baton.engine.static.buckets import StaticShapes, may_be_padded, padded_tokens, smallest
-from baton.engine.static.layers import Layers, layers_of
+from baton.engine.static.layers import Layers, Rewrite, layers_of
 from baton.engine.static.ops import cut, step_of
 from baton.engine.static.sampling import greedy_head, logits_of, random_head, why_not
 from baton.engine.static.setup import depends_on, graphs_problem, shapes_of
@@ -225,7 +225,7 @@ class StaticModelRunner(CPUModelRunner):
         )
 
     def _make(self, shop: Shop, target: Target) -> None:
-        rewrites = (cut,) if may_be_padded(target.rows, self.shapes, self.uniform_decode_query_len) else ()
+        rewrites = self._rewrites(target.rows)
         hidden = torch.zeros(target.rows, self.model_config.get_hidden_size(), dtype=self.dtype)
         if target.rows not in self._bodies:
             inputs = [torch.zeros_like(each[: target.rows]) for each in (self.input_ids.gpu, self.positions)]
@@ -242,12 +242,17 @@ class StaticModelRunner(CPUModelRunner):
         if self.vllm_config.parallel_config.tensor_parallel_size > 1 or self.speculative_config is not None:
             self._tell("static shapes: with tensor parallel ranks or drafts vLLM samples outside the graph")
             return
+        # A prompt has one row to sample, whose graph is that of a decode server.
+        rewrites = self._rewrites(rows)
         hidden = torch.zeros(rows, self.model_config.get_hidden_size(), dtype=self.dtype)
         self._greedy[rows] = shop.make("greedy", greedy_head, [hidden], rewrites=rewrites)
         if not self.shapes.sampling.all_greedy:
             more = [torch.ones(rows), torch.ones(rows, dtype=torch.int64), torch.ones(rows)]
             more.append(torch.ones(rows, self._width()))
             self._random[rows] = shop.make("random", random_head, [hidden, *more], rewrites=rewrites)
+
+    def _rewrites(self, rows: int) -> tuple[Rewrite, ...]:
+        return (cut,) if may_be_padded(rows, self.shapes, self.uniform_decode_query_len) else ()
 
     def _by_layers(self, input_ids: torch.Tensor, positions: torch.Tensor) -> list[torch.Tensor]:
         return [body(self.model, input_ids, positions)]
