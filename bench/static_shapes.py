@@ -16,21 +16,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import shutil
-import signal
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
-import urllib.request
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+
+from engine import Engine, say, tiny
 
 MODEL = "smollm2-135m-instruct"
 START_SECONDS = 1800.0
@@ -62,84 +59,24 @@ PERFORMANCE = ROOT / "docs" / "performance.md"
 MARKS = "<!-- from bench/static_shapes.py -->", "<!-- to here: static shapes -->"
 
 
-class Engine:
-    """One engine of Baton's own command, healthy inside the block."""
+def last_graph(log: str) -> str:
+    found = re.findall(r"static shapes: (graph \d+ of \d+, [a-z]+ bucket \d+)", log)
+    return found[-1] if found else "no graph yet"
 
-    def __init__(self, model: str, kind: str, folder: Path, port: int, threads: int) -> None:
-        self.model, self.kind, self.seconds = model, kind, 0.0
-        self.url, self.log = f"http://127.0.0.1:{port}", folder / f"{kind}.log"
-        argv = [sys.executable, "-m", "baton.cli", "engine", model, "--role", "decode", "--port", str(port)]
-        argv += ["--side-channel-port", str(port + 1), "--host", "127.0.0.1", "--no-enable-prefix-caching"]
-        argv += ["--served-model-name", "measured"]
-        self._argv = [*argv, *FLAGS, *KINDS[kind]]
-        # vLLM's own compiled code is cold at first as well.
-        self._environ = {"BATON_GRAPH_CACHE": str(folder / "graphs"), "VLLM_CACHE_ROOT": str(folder / "vllm")}
-        self._environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "inductor")
-        if threads:
-            self._environ["OMP_NUM_THREADS"] = str(threads)
 
-    def __enter__(self) -> Engine:
-        say(f"starting {self.kind}")
-        since = told = time.monotonic()
-        with self.log.open("wb") as sink:
-            self._process = subprocess.Popen(
-                self._argv,
-                stdout=sink,
-                stderr=subprocess.STDOUT,
-                env=os.environ | self._environ,
-                start_new_session=True,
-            )
-        while not self._healthy():
-            if self._process.poll() is not None or time.monotonic() - since > START_SECONDS:
-                self.__exit__()
-                raise SystemExit(f"{self._argv} did not start:\n{self.log.read_text(errors='replace')[-3000:]}")
-            if time.monotonic() - told > 15:
-                told = time.monotonic()
-                say(f"{self.kind}: {told - since:.0f} s, {self._last_graph()}")
-            time.sleep(0.1)
-        self.seconds = time.monotonic() - since
-        say(f"{self.kind} is healthy after {self.seconds:.1f} s")
-        return self
+def graphs(log: str) -> str:
+    found = re.search(r"ready with (\d+) graphs compiled and (\d+) loaded", log)
+    return f"{found[1]} compiled, {found[2]} loaded" if found else ""
 
-    def __exit__(self, *_: object) -> None:
-        if self._process.poll() is None:
-            self._process.send_signal(signal.SIGTERM)
-            self._process.wait(60)
 
-    def _healthy(self) -> bool:
-        try:
-            with urllib.request.urlopen(f"{self.url}/health", timeout=5) as answer:
-                return bool(answer.status == 200)
-        except OSError:
-            return False
-
-    def _last_graph(self) -> str:
-        found = re.findall(
-            r"static shapes: (graph \d+ of \d+, [a-z]+ bucket \d+)", self.log.read_text(errors="replace")
-        )
-        return found[-1] if found else "no graph yet"
-
-    def graphs(self) -> str:
-        found = re.search(r"ready with (\d+) graphs compiled and (\d+) loaded", self.log.read_text(errors="replace"))
-        return f"{found[1]} compiled, {found[2]} loaded" if found else ""
-
-    def seconds_of(self, prompt: int, tokens: int, seed: int) -> float:
-        """Of one request with a prompt of its own, to the end of its answer."""
-        ids = [10 + (17 * place + 31 * seed) % 250 for place in range(prompt)]
-        body = {"model": "measured", "prompt": ids, "max_tokens": tokens, "ignore_eos": True, "temperature": 0}
-        data = json.dumps(body).encode()
-        since = time.perf_counter()
-        request = urllib.request.Request(f"{self.url}/v1/completions", data, {"Content-Type": "application/json"})
-        urllib.request.urlopen(request, timeout=600).read()
-        return time.perf_counter() - since
-
-    def decode(self, clients: int, tokens: int) -> float:
-        """Milliseconds a token, *clients* at once."""
-        with ThreadPoolExecutor(clients) as pool:
-            short = list(pool.map(lambda seed: self.seconds_of(20, 1, seed), range(clients)))
-            long = list(pool.map(lambda seed: self.seconds_of(20, 1 + tokens, seed), range(clients)))
-        # What the prompts took is in both.
-        return 1000 * (max(long) - max(short)) / tokens
+def engine_of(model: str, kind: str, folder: Path, port: int, threads: int) -> Engine:
+    environ = {"BATON_GRAPH_CACHE": str(folder / "graphs"), "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}
+    # vLLM's own compiled code is cold at first as well.
+    environ["VLLM_CACHE_ROOT"] = str(folder / "vllm")
+    if threads:
+        environ["OMP_NUM_THREADS"] = str(threads)
+    flags = (*FLAGS, *KINDS[kind])
+    return Engine(model, kind, folder, port, flags, environ=environ, start_seconds=START_SECONDS, progress=last_graph)
 
 
 class State:
@@ -158,10 +95,6 @@ class State:
         self._path.write_text(json.dumps(self.found, indent=1))
 
 
-def say(what: str) -> None:
-    print(f"{time.strftime('%H:%M:%S')} {what}", flush=True)
-
-
 def measure_starts(state: State, make: Any, kinds: Sequence[str], folder: Path) -> None:
     """Start each kind alone, but for those that have been."""
     for kind in kinds:
@@ -171,7 +104,7 @@ def measure_starts(state: State, make: Any, kinds: Sequence[str], folder: Path) 
             shutil.rmtree(folder / "graphs", ignore_errors=True)
         with make(kind, 0) as engine:
             engine.seconds_of(20, 4, 0)
-            state.found["starts"][kind] = {"seconds": engine.seconds, "graphs": engine.graphs()}
+            state.found["starts"][kind] = {"seconds": engine.seconds, "graphs": graphs(engine.said())}
         state.keep()
 
 
@@ -227,15 +160,6 @@ def write(words: Sequence[str], found: Mapping[str, Any]) -> None:
     PERFORMANCE.write_text(f"{text[:first]}\n`{command}` at commit {commit}:\n\n{table(found)}\n{text[last:]}")
 
 
-def tiny(folder: Path) -> str:
-    """A model of four small layers."""
-    sys.path.insert(0, str(ROOT))
-    from tests.e2e.tiny import llama
-
-    made = folder / "tiny"
-    return str(made if (made / "config.json").exists() else llama(made))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a tiny model instead of the embedded one")
@@ -260,7 +184,7 @@ def main() -> None:
     model = tiny(folder) if args.quick else MODEL
 
     def make(kind: str, place: int) -> Engine:
-        return Engine(model, kind, folder, args.port + 10 * place, args.threads)
+        return engine_of(model, kind, folder, args.port + 10 * place, args.threads)
 
     measure_starts(state, make, kinds, folder)
     measure_speed(state, make, [kind for kind in kinds if kind in SPEED], args.rounds, args.tokens)
