@@ -120,8 +120,8 @@ def test_all_components_together_give_one_servers_text(all_shared: Cluster, one_
     (decode,) = all_shared.decode
     assert weight_bytes(decode) == [computed(COMPONENTS, 1)] * 2
     assert min(eventually(lambda: [count > 0 for count in finished(decode)], [True, True])), "a replica had no request"
-    for rank in "01":
-        assert decode.metric("vllm:nixl_bytes_transferred_sum", engine=rank) > 0
+    moved, both = "vllm:nixl_bytes_transferred_sum", [True, True]
+    assert eventually(lambda: [decode.metric(moved, engine=rank) > 0 for rank in "01"], both) == both
     assert all_shared.proxy.metric("baton_prefill_without_ticket_total") == 0
 
 

@@ -71,9 +71,10 @@ def test_the_text_is_one_servers_whatever_the_ranks_batches(spread: Cluster, one
     check(spread, one_servers, prompts())
     (decode,) = spread.decode
     assert min(eventually(lambda: [count > 0 for count in answered(decode)], [True, True])), "a rank had no request"
-    for rank in "01":
-        assert decode.metric("vllm:nixl_bytes_transferred_sum", engine=rank) > 0
-        assert decode.metric("vllm:kv_cache_usage_perc", engine=rank) == 0
+    moved, both = "vllm:nixl_bytes_transferred_sum", [True, True]
+    assert eventually(lambda: [decode.metric(moved, engine=rank) > 0 for rank in "01"], both) == both
+    used = "vllm:kv_cache_usage_perc"
+    assert eventually(lambda: [decode.metric(used, engine=rank) for rank in "01"], [0, 0]) == [0, 0]
     assert spread.proxy.metric("baton_prefill_without_ticket_total") == 0
 
 

@@ -182,6 +182,13 @@ def test_status_shows_what_each_process_does(operated: Operated) -> None:
     assert [line.split()[:3] for line in lines[2:5]] == [
         [name, "ready", f"http://127.0.0.1:{port}"] for name, port in ports.items()
     ]
+
+    def at_rest(rows: dict[str, dict[str, Any]]) -> bool:
+        loads = [rows[name]["engine"] or {"running": None} for name in ("P0", "D0")]
+        return all(load.get(key) == 0 for load in loads for key in ("running", "waiting", "kv_cache_usage"))
+
+    # Engines publish late that blocks are back.
+    operated.until(at_rest)
     rows = {row["id"]: row for row in json.loads(operated.done("status", "--json")[0])["processes"]}
     assert list(rows) == ["P0", "D0", "proxy"]
     for name in ("P0", "D0"):
