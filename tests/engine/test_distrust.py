@@ -16,11 +16,12 @@ pytest.importorskip("vllm")
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
-from baton.engine import push, schedulers
+from baton.engine import push_threads, push_worker, schedulers
 from baton.engine.bounds import PushBounds
 from baton.engine.counters import BatonStats
 from baton.engine.held import Claim, Held
-from baton.engine.push import NO, BatonPushWorker
+from baton.engine.push_notices import No
+from baton.engine.push_worker import BatonPushWorker
 from baton.engine.schedulers import BatonPullScheduler
 from baton.engine.waiting import RUNG_SECONDS, SHORTEST_SECONDS, Naps
 from baton.engine.workers import BatonPullWorker, LateNotices
@@ -216,9 +217,14 @@ def pusher() -> Any:
     made._reg_send_inbox, made._failed_recv_reqs = queue.Queue(), queue.Queue()
     made._pending_completion_notifs = queue.Queue()
     made._push_writer_wake, made.tp_rank, made.xfer_stats = threading.Event(), 0, BatonStats()
-    made._pushing, made._prompts, made._push_finished_blocks = set(), {}, {}
+    made._prompts, made._push_finished_blocks, made._reqs_to_process = {}, {}, {"p-1"}
+    made._cancelled_at, made._meeting, made._pushed, made._over, made._posted = {}, {}, {}, {}, []
+    made._cancellations, made._refusals, made._registered = {}, {}, set()
     made._writes, made._send_failures, made._deferred_push_inbox = {}, set(), queue.Queue()
-    made.transfer_topo = object()
+    made._sending_transfers_lock, made.world_size, made.use_mla = threading.Lock(), 1, False
+    made.transfer_topo = SimpleNamespace(get_engine_info=lambda _: SimpleNamespace(remote_tp_size=1))
+    made.tp_mappings = {"d": SimpleNamespace(all_source_ranks=(0,))}
+    made._ensure_handshake = lambda *_: None
     return made
 
 
@@ -230,12 +236,14 @@ REGISTRATION = {
     "decode_tp_size": 1,
     "local_block_ids": ([4],),
     "prompt": [3, b"digest"],
+    "received_at": float("inf"),
 }
+SAYS_NO = No("d-1", 1, "0.0").encode()
 
 
 def test_notices_are_rung_for_but_for_renewed_leases() -> None:
     rings: list[None] = []
-    notices = push._Ringing(SimpleNamespace(ring=lambda: rings.append(None)))  # type: ignore[arg-type]
+    notices = push_threads.Ringing(SimpleNamespace(ring=lambda: rings.append(None)))  # type: ignore[arg-type]
     notices.put(b"HB:a,b")
     assert rings == []
     notices.put(b"d-1:1")
@@ -268,24 +276,27 @@ def test_a_push_that_came_is_not_given_up() -> None:
 
 def test_a_no_fails_the_request_and_other_notices_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     made = pusher()
-    for notice in (b"HB:a", NO + b"d-1"):
+    made._recving_metadata["d-1"] = object()
+    for notice in (b"HB:a", SAYS_NO, SAYS_NO):
         made._pending_completion_notifs.put(notice)
-    monkeypatch.setattr(push.NixlPushConnectorWorker, "_get_new_notifs", lambda _: {"done"})
+    monkeypatch.setattr(push_worker.NixlPushConnectorWorker, "_get_new_notifs", lambda _: {"done"})
     assert made._get_new_notifs() == {"done"}
-    assert made._failed_recv_reqs.get_nowait() == "d-1"
-    assert made._pending_completion_notifs.get_nowait() == b"HB:a"
+    # It counts once, as the end of that rank's part, and what ends so has failed.
+    left = [made._pending_completion_notifs.get_nowait() for _ in range(2)]
+    assert left == [b"HB:a", b"d-1:1"]
     assert made._pending_completion_notifs.empty()
+    made._recving_transfers["d-1"] = []
+    assert made._pop_done_transfers(made._recving_transfers) == (set(), {"d-1"})
 
 
 @pytest.mark.parametrize("ours", [(3, b"another"), (4, b"digest")])
 def test_another_prompt_is_not_pushed_and_its_own_may_still_come(ours: tuple[int, bytes]) -> None:
     made, told = pusher(), []
     made._prompts["p-1"] = ours
-    made._ensure_handshake = lambda *_: None
     made._remote_agents = {"d": {(0, 0): "agent"}}
     made.nixl_wrapper = SimpleNamespace(send_notif=lambda agent, notif_msg: told.append((agent, notif_msg)))
     made._do_start_push_kv("p-1", ([9],), REGISTRATION)
-    assert told == [("agent", NO + b"d-1")]
+    assert told == [("agent", SAYS_NO)]
     assert made._push_finished_blocks == {"p-1": ([9],)}
 
 
@@ -294,19 +305,20 @@ def test_a_write_that_failed_is_told_to_who_waits_for_it(monkeypatch: pytest.Mon
     """vLLM keeps it to itself, and the decode server holds its blocks for minutes."""
     made = pusher()
     made._sending_transfers["p-1"] = [1]
-    monkeypatch.setattr(push.NixlPushConnectorWorker, "_do_start_push_kv", lambda *_: None)
+    monkeypatch.setattr(push_worker.NixlPushConnectorWorker, "_do_start_push_kv", lambda *_: None)
     made._do_start_push_kv("p-1", ([9],), REGISTRATION)
+    assert made._is_written("d-1")
     over = ({"p-1"}, {"p-1"}) if fails else ({"p-1"}, set())
-    monkeypatch.setattr(push.NixlPushConnectorWorker, "_pop_done_transfers", lambda *_: over)
+    monkeypatch.setattr(push_worker.NixlPushConnectorWorker, "_pop_done_transfers", lambda *_: over)
     made._pop_done_transfers(made._sending_transfers)
     assert made._writes == {}
     assert made._deferred_push_inbox.empty() is not fails
     if fails:
         told: list[bytes] = []
-        made._ensure_handshake, made._remote_agents = lambda *_: None, {"d": {(0, 0): "agent"}}
+        made._remote_agents = {"d": {(0, 0): "agent"}}
         made.nixl_wrapper = SimpleNamespace(send_notif=lambda _, notif_msg: told.append(notif_msg))
         made._do_start_push_kv(*made._deferred_push_inbox.get_nowait())
-        assert told == [NO + b"d-1"]
+        assert told == [SAYS_NO]
 
 
 def test_a_write_that_could_not_begin_is_told_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -315,14 +327,16 @@ def test_a_write_that_could_not_begin_is_told_too(monkeypatch: pytest.MonkeyPatc
     def refuse(worker: Any, request_id: str, *_: Any) -> None:
         worker._send_failures.add(request_id)
 
-    monkeypatch.setattr(push.NixlPushConnectorWorker, "_do_start_push_kv", refuse)
+    monkeypatch.setattr(push_worker.NixlPushConnectorWorker, "_do_start_push_kv", refuse)
     made._do_start_push_kv("p-1", ([9],), REGISTRATION)
-    assert made._deferred_push_inbox.get_nowait()[2]["refused"]
+    assert made._deferred_push_inbox.get_nowait()[2]["notice"] == SAYS_NO
 
 
 def test_the_same_prompt_is_pushed(monkeypatch: pytest.MonkeyPatch) -> None:
     made, pushed = pusher(), []
     made._prompts["p-1"] = 3, b"digest"
-    monkeypatch.setattr(push.NixlPushConnectorWorker, "_do_start_push_kv", lambda _, *all_of: pushed.append(all_of))
+    monkeypatch.setattr(
+        push_worker.NixlPushConnectorWorker, "_do_start_push_kv", lambda _, *all_of: pushed.append(all_of)
+    )
     made._do_start_push_kv("p-1", ([9],), REGISTRATION)
     assert pushed == [("p-1", ([9],), REGISTRATION)]

@@ -15,7 +15,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl import connector as stock
 
 from baton.engine import hybrid_tp
 from baton.engine.counters import BatonPromMetrics, BatonStats
-from baton.engine.push import BatonPushScheduler, BatonPushWorker
+from baton.engine.push import BatonPushScheduler
+from baton.engine.push_worker import BatonPushWorker
 from baton.engine.schedulers import BatonPullScheduler
 from baton.engine.workarounds import HookGone
 from baton.engine.workers import BatonPullWorker
@@ -28,7 +29,7 @@ _HOOKS = {
     ),
     BatonPushScheduler: (
         *("update_state_after_alloc", "request_finished", "update_connector_output", "build_connector_meta"),
-        *("has_pending_push_work", "_stop_heartbeat"),
+        *("has_pending_push_work", "_stop_heartbeat", "on_new_request"),
     ),
     BatonPullWorker: (
         *(
@@ -40,13 +41,15 @@ _HOOKS = {
             "start_load_kv",
             "_read_blocks_for_req",
             "_read_blocks",
+            "_engines_with_inflight_transfers",
         ),
         *("_pop_done_transfers", "_send_pending_recv_notifs", "get_transfer_results", "shutdown"),
     ),
     BatonPushWorker: (
         *("start_load_kv", "get_transfer_results", "_handle_push_reg_notif", "_pop_matching_registration"),
         *("_pop_matching_finished_blocks", "_do_start_push_kv", "_ensure_handshake", "_pop_done_transfers"),
-        "_get_new_notifs",
+        *("_get_new_notifs", "_handle_heartbeat", "_reap_expired_send_leases", "_engines_with_inflight_transfers"),
+        *("_send_registration_to_p", "_do_send_reg_notif", "_xfer_blocks", "_cleanup_remote_engine"),
     ),
 }
 

@@ -219,7 +219,9 @@ class BatonPullScheduler(Watchful, NixlPullConnectorScheduler):
         groups: list[list[int]] = ticket.get("remote_block_ids") or []
         if len(groups) != len(self.kv_cache_config.transfer_groups):
             return False
-        needed = -(-self._get_remote_prefill_token_count(request.num_prompt_tokens) // self.block_size)
+        # With decode context parallelism a block is spread over ranks.
+        block_tokens = self.block_size * (ticket.get("dcp_size") or 1)
+        needed = -(-self._get_remote_prefill_token_count(request.num_prompt_tokens) // block_tokens)
         return len(groups) > 1 or self._is_hma_required or len(groups[0]) >= needed
 
     def _keep_common(self, ticket: dict[str, Any], request: Request) -> None:

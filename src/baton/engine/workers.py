@@ -49,6 +49,8 @@ class Counting(NixlBaseConnectorWorker):
         self.nixl_wrapper: Any = self._peers
         self._shaking: dict[str, tuple[Any, ...]] = {}
         self._shaking_lock = threading.RLock()
+        self._lost_sizes: dict[str, Any] = {}
+        """Of engines that are to be met anew: what is awaited from them is still looked up by these."""
 
     def _is_lost(self, engine_id: str) -> bool:
         """Whether nothing reaches that engine with what is known of it."""
@@ -68,7 +70,14 @@ class Counting(NixlBaseConnectorWorker):
         with self._shaking_lock:
             if self._is_lost(engine_id) and not any(map(self._peers.busy, self._remote_agents[engine_id].values())):
                 logger.warning("the connection to engine %s is lost: it is met anew", engine_id)
+                assert self.transfer_topo is not None
+                sizes = self._lost_sizes[engine_id] = self.transfer_topo.get_engine_info(engine_id)
                 self._cleanup_remote_engine(engine_id, log_eviction=False)
+                self.transfer_topo.register_remote_engine(engine_id, sizes)
+
+    def _awaited_engines(self) -> set[str]:
+        """Engines that something is awaited from; in any thread."""
+        return {meta.remote.engine_id for meta in list(self._recving_metadata.values()) if meta.remote is not None}
 
     def _ensure_handshake(self, engine_id: str, *where: Any, **more: Any) -> Future[Any] | None:
         self._forget_lost(engine_id)
@@ -109,7 +118,9 @@ class Counting(NixlBaseConnectorWorker):
         if expected_engine_id == self.engine_id:
             raise ValueError("the ticket names this engine itself")
         try:
-            return super()._nixl_handshake(host, port, remote_tp_size, expected_engine_id, *more)
+            shaken = super()._nixl_handshake(host, port, remote_tp_size, expected_engine_id, *more)
+            self._lost_sizes.pop(expected_engine_id, None)
+            return shaken
         except BaseException:
             if expected_engine_id not in self._remote_agents:
                 self._forget(expected_engine_id)
@@ -123,6 +134,8 @@ class Counting(NixlBaseConnectorWorker):
             getattr(self, name).pop(engine_id, None)
         if self.transfer_topo is not None:
             self.transfer_topo.unregister_remote_engine(engine_id)
+            if engine_id in self._lost_sizes:
+                self.transfer_topo.register_remote_engine(engine_id, self._lost_sizes[engine_id])
 
 
 class LateNotices:
@@ -191,7 +204,9 @@ class BatonPullWorker(Counting, HybridTPMixin, NixlPullConnectorWorker):
             beyond = next((block for block in group if not 0 <= block < count), None)
             if beyond is not None:
                 return f"block {beyond} of {engine_id}, which has {count}"
-            if len(set(group)) != len(group):
+            # The null block stands for what a sliding window has left behind.
+            named = [block for block in group if block]
+            if len(set(named)) != len(named):
                 return "a block stands in it twice"
         return None
 
@@ -225,6 +240,11 @@ class BatonPullWorker(Counting, HybridTPMixin, NixlPullConnectorWorker):
                 self.xfer_stats.add("refused_reads")
                 failed.add(request_id)
         return done, failed
+
+    def _engines_with_inflight_transfers(self) -> set[str]:
+        """A read is in flight until the other engine has said that it counts."""
+        asked = {meta.remote.engine_id for name, meta in self._recving_metadata.items() if name in self._answers}
+        return super()._engines_with_inflight_transfers() | asked
 
     def get_transfer_results(self) -> Any:
         results = super().get_transfer_results()
