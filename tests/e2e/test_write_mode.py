@@ -259,3 +259,20 @@ def test_who_still_waits_when_a_prefill_server_goes_on_gets_its_answer(pushing: 
     assert code == 200, raw
     assert json.loads(raw)["choices"][0]["text"] == expected
     assert eventually(lambda: used(pushing), 0.0, 25.0) == 0.0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("prefill", "decode"), [(2, 2), (2, 1), (1, 2)])
+def test_every_rank_pushes_its_part_and_lets_go(
+    prefill: int, decode: int, logs: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Ranks register, push and free each by itself; also when a client has left."""
+    sides = [Engine((*PUSH.flags, "--tensor-parallel-size", str(count))) for count in (prefill, decode)]
+    model = tiny.llama(tmp_path_factory.mktemp("llama"))
+    with cluster(f"push-{prefill}-{decode}", model, logs, prefill=sides[:1], decode=sides[1:]) as made:
+        asked = prompts()
+        check(made, reference(made.decode[0], asked), asked)
+        body = {"model": MODEL, "prompt": asked["129 tokens"], "max_tokens": 12}
+        with waiting(made.decode[0], {**body, "kv_transfer_params": ticket_of(made.prefill[0])}, uuid.uuid4().hex):
+            assert used(made) > 0
+        assert eventually(lambda: used(made), 0.0, 25.0) == 0.0
