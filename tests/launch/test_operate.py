@@ -20,6 +20,7 @@ from baton.cluster import Cluster, Instance, Role
 from baton.launch import ChildDied, Command, LaunchError, Problem, ProxyClient, ProxyRefused, Supervisor
 from baton.launch.control import ControlFailed, ask_change, ask_status, listening
 from baton.launch.down import take_down
+from baton.launch.leftovers import session_alive
 from baton.launch.observe import gauges, observe
 from baton.launch.operate import LONGEST_WAIT_SECONDS, Operator, next_instance, wait_before
 from baton.launch.record import ClusterRecord, load, record_path, runs, save, strays
@@ -34,7 +35,7 @@ ROOT = Path(__file__).parent.parent.parent
 async def kept(folder: Path, **keeping: Any) -> AsyncIterator[tuple[Operator, list[str]]]:
     """A cluster that is up and kept, and what its changes say."""
     environ = {"XDG_STATE_HOME": str(folder)}
-    async with Supervisor(folder / "logs", f"run-{folder.name}") as supervisor:
+    async with Supervisor(folder / "logs", f"run-{folder}") as supervisor:
         operator = operator_of(supervisor, cluster_of(free_ports(5)), "c", environ, **keeping)
         await operator.begin()
         await supervisor.until_ready(60)
@@ -92,9 +93,31 @@ def test_what_ends_is_started_again_and_is_known_to_have_been(tmp_path: Path) ->
     with_kept(work, tmp_path)
 
 
+@pytest.mark.parametrize("restarted", ["P0", "D0"])
+def test_a_restart_in_the_midst_of_a_crash_leaves_one_of_each(tmp_path: Path, restarted: str) -> None:
+    async def work(operator: Operator, said: list[str]) -> None:
+        first = {each["id"]: each["pid"] for each in operator.status()}
+        for name in ("P0", "D0"):
+            os.kill(first[name], signal.SIGKILL)
+        # What it forked lives on and is being cleared away.
+        await until(lambda: row(operator, "P0")["last_failure"])
+        await operator.restart([restarted], said.append)
+        assert said[-1] == f"{restarted} serves again"
+        assert not session_alive(first[restarted])
+        await until(lambda: all(each["state"] == "ready" and each["boots"] == 2 for each in operator.status()[:2]))
+        assert operator._reviving == {}
+        pids = {each["pid"] for each in operator.status()}
+        assert set(strays(operator.supervisor.run)) == pids
+        # Those that end now are seen to as before.
+        os.kill(row(operator, "D0")["pid"], signal.SIGKILL)
+        await until(lambda: row(operator, "D0")["boots"] == 3 and row(operator, "D0")["state"] == "ready")
+
+    with_kept(work, tmp_path, how=("outlived",))
+
+
 def test_nothing_is_started_again_when_nobody_wants_it(tmp_path: Path) -> None:
     async def go() -> None:
-        async with Supervisor(tmp_path / "logs", "run-never") as supervisor:
+        async with Supervisor(tmp_path / "logs", f"run-{tmp_path}") as supervisor:
             environ = {"XDG_STATE_HOME": str(tmp_path)}
             operator = operator_of(supervisor, cluster_of(free_ports(5)), "c", environ, restarts=False)
             await operator.begin()
@@ -114,7 +137,7 @@ def test_the_wait_doubles_and_is_bounded() -> None:
 def test_a_cluster_that_is_starting_tells_how_far_it_is_and_takes_no_changes(tmp_path: Path) -> None:
     async def go() -> None:
         environ = {"XDG_STATE_HOME": str(tmp_path)}
-        async with Supervisor(tmp_path / "logs", "run-starting") as supervisor:
+        async with Supervisor(tmp_path / "logs", f"run-{tmp_path}") as supervisor:
             operator = operator_of(supervisor, cluster_of(free_ports(5)), "c", environ)
             await operator.begin()
             async with listening(operator, operator.record.control):
