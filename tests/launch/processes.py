@@ -168,13 +168,16 @@ async def up(name: str, folder: str, ports: list[int], how: list[str]) -> None:
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, me.cancel)
     async with Supervisor(Path(folder) / "logs", f"run-{folder}") as supervisor:
         operator = operator_of(supervisor, cluster_of(ports), name, {"XDG_STATE_HOME": folder}, tuple(how))
-        await operator.begin()
-        await supervisor.until_ready(60)
-        operator.write()
-        async with listening(operator, operator.record.control):
-            operator.opens()
-            print("up", flush=True)
-            await operator.keep()
+        try:
+            await operator.begin()
+            await supervisor.until_ready(60)
+            operator.write()
+            async with listening(operator, operator.record.control):
+                operator.opens()
+                print("up", flush=True)
+                await operator.keep()
+        finally:
+            await asyncio.shield(operator.close())
 
 
 if __name__ == "__main__":

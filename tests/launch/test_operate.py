@@ -47,6 +47,7 @@ async def kept(folder: Path, **keeping: Any) -> AsyncIterator[tuple[Operator, li
         finally:
             keep.cancel()
             await asyncio.gather(keep, return_exceptions=True)
+            await operator.close()
 
 
 def with_kept(work: Callable[[Operator, list[str]], Awaitable[None]], folder: Path, **keeping: Any) -> None:
@@ -246,6 +247,68 @@ def test_a_restart_drains_first_and_is_no_failure(tmp_path: Path) -> None:
             await operator.restart(["D7"], said.append)
 
     with_kept(work, tmp_path)
+
+
+@pytest.mark.parametrize("what", ["restart", "scale", "crash"])
+def test_stopping_in_the_midst_of_a_change_leaves_nothing(
+    tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("baton.launch.supervisor.STOP_SECONDS", 1.0)
+    seen: list[ClusterRecord] = []
+    stubborn = ("outlived", "stubborn")
+
+    async def work(operator: Operator, said: list[str]) -> None:
+        def ending(name: str) -> bool:
+            child = operator.supervisor.child(name)
+            return child is not None and child.ending is not None
+
+        if what == "restart":
+            change = asyncio.create_task(operator.restart(["P0"], said.append))
+            await until(lambda: ending("P0"))
+        elif what == "scale":
+            await operator.scale({Role.DECODE: 2}, said.append)
+            change = asyncio.create_task(operator.scale({Role.DECODE: 1, Role.PREFILL: 2}, said.append))
+            await until(lambda: ending("D1"))
+        else:
+            change = asyncio.create_task(asyncio.sleep(0))
+            os.kill(row(operator, "D0")["pid"], signal.SIGKILL)
+            await until(lambda: ending("D0"))
+        seen.append(stored(tmp_path))
+        await operator.close()
+        await asyncio.gather(change, return_exceptions=True)
+        assert change.cancelled() or what == "crash"
+
+    with_kept(work, tmp_path, how=stubborn)
+    assert strays(seen[0].run) == []
+    assert not any(session_alive(each.pid) for each in seen[0].processes)
+    assert load("c", {"XDG_STATE_HOME": str(tmp_path)}) is None
+
+
+def test_what_no_supervisor_knows_of_is_ended_with_the_rest(tmp_path: Path) -> None:
+    """As an engine's own helper, in a session of its own."""
+    processes: list[subprocess.Popen[bytes]] = []
+
+    async def work(operator: Operator, _: list[str]) -> None:
+        environ = {**os.environ, "BATON_RUN": operator.record.run}
+        words = [sys.executable, "-c", "import time; time.sleep(600)"]
+        processes.append(subprocess.Popen(words, start_new_session=True, env=environ))
+        await until(lambda: strays(operator.record.run, frozenset(each["pid"] for each in operator.status())))
+
+    try:
+        with_kept(work, tmp_path)
+        assert processes[0].wait(60) == -signal.SIGTERM
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def test_a_record_of_another_run_is_not_forgotten(tmp_path: Path) -> None:
+    async def work(operator: Operator, _: list[str]) -> None:
+        save(operator.record.model_copy(update={"run": "another"}), {"XDG_STATE_HOME": str(tmp_path)})
+
+    with_kept(work, tmp_path)
+    assert stored(tmp_path).run == "another"
 
 
 def test_a_drained_instance_is_shown_as_such(tmp_path: Path) -> None:

@@ -44,7 +44,6 @@ from baton.launch import (
     created_at,
     default_logs,
     flag_value,
-    forget,
     here,
     install_for,
     installed_engine,
@@ -207,8 +206,7 @@ async def _up(
                 await _unless(stop, operator.keep())
             print("stopping", flush=True)
         finally:
-            await asyncio.shield(supervisor.stop())
-            forget(args.name)
+            await asyncio.shield(operator.close())
     return 0
 
 

@@ -108,7 +108,6 @@ from baton.launch.record import (
     ProcessRecord,
     check_name,
     created_at,
-    forget,
     known_names,
     load,
 )
@@ -189,7 +188,6 @@ __all__ = [
     "exit_code",
     "file_endpoints",
     "flag_value",
-    "forget",
     "here",
     "install_for",
     "installed_engine",

@@ -46,7 +46,7 @@ async def take_down(record: ClusterRecord, say: Say, environ: Mapping[str, str] 
     if still or strays(record.run):
         raise LaunchError(f"still running: {', '.join(still) or 'what they started'}; try again")
     shutil.rmtree(record.scratch, ignore_errors=True)
-    forget(record.name, environ)
+    forget(record, environ)
 
 
 async def _gone(process: ProcessRecord, seconds: float) -> bool:

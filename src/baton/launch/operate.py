@@ -23,7 +23,7 @@ from baton.launch.ports import claims_of, instance_claims
 from baton.launch.preflight import check_ports
 from baton.launch.problem import Problem
 from baton.launch.proxy_client import ProxyClient, ProxyRefused
-from baton.launch.record import ClusterRecord, ProcessRecord, created_at, save
+from baton.launch.record import ClusterRecord, ProcessRecord, created_at, forget, save, strays
 from baton.launch.rotation import rotate
 from baton.launch.shapes import ranks_of, side_channels
 from baton.launch.supervisor import HASTY_SECONDS, POLL_SECONDS, Child, ChildDied, Supervisor, died, look_at
@@ -115,6 +115,7 @@ class Operator:
         self._fortunes: dict[str, Fortune] = {}
         # One change at a time; looking is always allowed.
         self._change = asyncio.Lock()
+        self._changes: set[asyncio.Task[Any]] = set()
         self._open = False
         self._wake = asyncio.Event()
         self._reviving: dict[str, asyncio.Task[None]] = {}
@@ -142,6 +143,19 @@ class Operator:
     def opens(self) -> None:
         """Take changes from now on: all of it has answered."""
         self._open = True
+
+    async def close(self) -> None:
+        """End what is under way, then every process, and forget the cluster: its one end, by whatever way it comes."""
+        self._open = False
+        tasks = [*self._changes, *self._reviving.values()]
+        for task in tasks:
+            task.cancel()
+        # Only now does nobody start anything any more.
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self.supervisor.stop()
+        # What could not be ended is still to be found by `baton down`.
+        if not strays(self.record.run):
+            forget(self.record, self._environ)
 
     def write(self) -> None:
         """Bring the record on disk up to date."""
@@ -174,10 +188,8 @@ class Operator:
                         raise died(child)
                     self._revive(child)
         finally:
-            tasks = [rotating, *self._reviving.values()]
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            rotating.cancel()
+            await asyncio.gather(rotating, return_exceptions=True)
 
     async def _until_something_ends(self) -> None:
         self._wake.clear()
@@ -297,14 +309,21 @@ class Operator:
 
     @contextlib.asynccontextmanager
     async def _changing(self) -> AsyncIterator[None]:
-        """
+        """One change, made by a task of its own, which is cancelled when all of it ends.
+
         Raises:
             LaunchError: it is still starting.
         """
         if not self._open:
             raise LaunchError("the cluster is still starting: `baton status` tells how far it is; then try again")
-        async with self._change:
-            yield
+        task = asyncio.current_task()
+        assert task is not None
+        self._changes.add(task)
+        try:
+            async with self._change:
+                yield
+        finally:
+            self._changes.discard(task)
 
     async def scale(self, wanted: Mapping[Role, int], say: Say) -> None:
         """Start or stop instances until there are as many of each role as *wanted*.
@@ -354,7 +373,7 @@ class Operator:
             for each in fresh:
                 await self._proxy.add(as_endpoint(each))
                 say(f"{each.id} serves at {each.url}")
-        except BaseException:
+        except Exception:
             for each in fresh:
                 await self._stop(each.id)
             self._become(before)

@@ -141,8 +141,12 @@ def save(record: ClusterRecord, environ: Mapping[str, str] = os.environ) -> None
     fresh.replace(path)
 
 
-def forget(name: str, environ: Mapping[str, str] = os.environ) -> None:
-    record_path(name, environ).unlink(missing_ok=True)
+def forget(record: ClusterRecord, environ: Mapping[str, str] = os.environ) -> None:
+    """Remove the file of *record*; that of another run of its name stays."""
+    with contextlib.suppress(LaunchError):
+        stored = load(record.name, environ)
+        if stored is not None and stored.run == record.run:
+            record_path(record.name, environ).unlink(missing_ok=True)
 
 
 def known_names(environ: Mapping[str, str] = os.environ) -> list[str]:

@@ -21,7 +21,7 @@ from typing import Any
 from baton.launch.commands import Command
 from baton.launch.leftovers import session_alive, shared_memory_of
 from baton.launch.phases import STARTING, phase_of, reason_of
-from baton.launch.record import RUN, ProcessRecord
+from baton.launch.record import RUN, ProcessRecord, strays
 
 POLL_SECONDS = 0.2
 STOP_SECONDS = 8.0
@@ -208,14 +208,14 @@ class Supervisor:
         self.children.append(child)
         return child
 
-    def end(self, child: Child, grace: float = STOP_SECONDS) -> asyncio.Future[None]:
+    def end(self, child: Child, grace: float | None = None) -> asyncio.Future[None]:
         """End one child with all that it forked; whoever watches does not take it for one that died.
 
         It has begun once this returns, and is done once what is returned is. It goes on when whoever waits for that is
         cancelled; who asks again waits for the same end.
         """
         if child.ending is None:
-            child.ending = asyncio.create_task(self._end(child, grace))
+            child.ending = asyncio.create_task(self._end(child, STOP_SECONDS if grace is None else grace))
         return asyncio.shield(child.ending)
 
     async def _end(self, child: Child, grace: float) -> None:
@@ -297,8 +297,14 @@ class Supervisor:
         serving = all(child.ready_after is not None for child in children)
         grace = STOP_SECONDS if serving and all(map(_runs, children)) else HASTY_SECONDS
         await asyncio.gather(*(self.end(child, grace) for child in children))
+        await self.sweep()
         if self._scratch is not None:
             shutil.rmtree(self._scratch, ignore_errors=True)
+
+    async def sweep(self, known: frozenset[int] = frozenset()) -> None:
+        """End what else belongs to the run, but for the sessions *known*, whoever started it."""
+        if self.run:
+            await asyncio.gather(*(end_session(group, HASTY_SECONDS) for group in strays(self.run, known)))
 
 
 def died(child: Child) -> ChildDied:
