@@ -23,7 +23,7 @@ from baton.launch.down import take_down
 from baton.launch.leftovers import session_alive
 from baton.launch.observe import gauges, observe
 from baton.launch.operate import LONGEST_WAIT_SECONDS, Operator, next_instance, wait_before
-from baton.launch.record import ClusterRecord, load, record_path, runs, save, strays
+from baton.launch.record import ClusterRecord, load, record_path, runs, save, sessions_of, strays
 from baton.launch.rotation import rotate
 from tests.launch.processes import METRICS, cluster_of, operator_of
 from tests.ports import free_ports
@@ -380,9 +380,9 @@ def test_gauges_are_summed_and_the_fullest_cache_counts() -> None:
 class Crashed:
     """A supervisor in a process of its own, that can be killed."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *how: str) -> None:
         self.folder, self.ports = folder, free_ports(5)
-        words = ["up", "c", str(folder), ",".join(map(str, self.ports))]
+        words = ["up", "c", str(folder), ",".join(map(str, self.ports)), *how]
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.launch.processes", *words],
             cwd=ROOT,
@@ -443,7 +443,7 @@ def test_what_a_killed_supervisor_leaves_is_taken_over(tmp_path: Path) -> None:
         await until(lambda: not runs(gone))
         async with Supervisor(left.logs, left.run, left.scratch) as supervisor:
             operator = operator_of(supervisor, cluster_of(crashed.ports), "c", {"XDG_STATE_HOME": str(tmp_path)})
-            await operator.begin(left.alive)
+            await operator.begin(left.processes)
             await supervisor.until_ready(60)
             operator.write()
             assert {each["id"]: each["state"] for each in operator.status()} == {
@@ -466,6 +466,36 @@ def test_what_a_killed_supervisor_leaves_is_taken_over(tmp_path: Path) -> None:
             alive = stored(tmp_path)
         # Leaving stops those that were taken over too.
         assert not alive.alive
+
+    asyncio.run(go())
+
+
+def test_taking_over_ends_what_the_dead_have_left_and_keeps_their_logs(tmp_path: Path) -> None:
+    crashed = Crashed(tmp_path, "outlived")
+    left = crashed.kill()
+    pids = {each.name: each.pid for each in left.processes}
+    # Something that a process which lives has started in a session of its own is no stray.
+    assert sessions_of(left.alive) >= set(pids.values())
+    os.kill(pids["P0"], signal.SIGKILL)
+
+    async def go() -> None:
+        await until(lambda: len(left.alive) == 2)
+        assert session_alive(pids["P0"])
+        # As when it was killed between an end and the next start: D0 stands in no record any more.
+        os.kill(pids["D0"], signal.SIGKILL)
+        await until(lambda: len(left.alive) == 1)
+        async with Supervisor(left.logs, left.run, left.scratch) as supervisor:
+            operator = operator_of(supervisor, cluster_of(crashed.ports), "c", {"XDG_STATE_HOME": str(tmp_path)})
+            await operator.begin([each for each in left.processes if each.name != "D0"])
+            assert not session_alive(pids["P0"])
+            assert not session_alive(pids["D0"])
+            assert row(operator, "proxy")["pid"] == pids["proxy"]
+            await supervisor.until_ready(60)
+            for name in ("P0", "D0"):
+                assert row(operator, name)["boots"] == 2
+                assert (left.logs / f"{name}.log").read_text().count("an engine in process") == 2
+            await operator.close()
+        assert strays(left.run) == []
 
     asyncio.run(go())
 

@@ -183,7 +183,7 @@ async def _up(
         proxy = ProxyClient.of(record.cluster, os.environ)
         operator = Operator(supervisor, record, command_of, proxy, keeping=keeping, environ=os.environ, room=room)
         try:
-            await operator.begin(left.alive if left is not None else ())
+            await operator.begin(left.processes if left is not None else ())
             # From here on `baton status` is told what each process is doing.
             async with listening(operator, record.control):
                 with Progress(supervisor) as progress:

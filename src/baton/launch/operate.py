@@ -23,7 +23,7 @@ from baton.launch.ports import claims_of, instance_claims
 from baton.launch.preflight import check_ports
 from baton.launch.problem import Problem
 from baton.launch.proxy_client import ProxyClient, ProxyRefused
-from baton.launch.record import ClusterRecord, ProcessRecord, created_at, forget, save, strays
+from baton.launch.record import ClusterRecord, ProcessRecord, created_at, forget, runs, save, sessions_of, strays
 from baton.launch.rotation import rotate
 from baton.launch.shapes import ranks_of, side_channels
 from baton.launch.supervisor import HASTY_SECONDS, POLL_SECONDS, Child, ChildDied, Supervisor, died, look_at
@@ -125,19 +125,27 @@ class Operator:
         return self.record.cluster
 
     async def begin(self, left: Sequence[ProcessRecord] = ()) -> None:
-        """Take over what is *left* of it, and start the rest."""
+        """Take over what still runs of *left*, the processes that a supervisor which is gone had, and start the rest.
+
+        What those that died have left is ended before, and their logs are kept.
+        """
+        known = {process.name: process for process in left if runs(process)}
+        if left:
+            for name in here(self.cluster, self.record.node):
+                self.fortune(name).boots = 1
+            for each in left:
+                self.fortune(each.name).boots = each.boots
+            await self.supervisor.sweep(sessions_of(known.values()))
         save(self.record, self._environ)
-        known = {process.name: process for process in left}
         for name in here(self.cluster, self.record.node):
             process = known.get(name)
             if process is not None:
-                self.fortune(name).boots = process.boots
                 with contextlib.suppress(ProcessLookupError):
                     self.supervisor.adopt(process, probe_of(self.cluster, name))
                     continue
             await self._start(name, STARTING if name != PROXY else WAITING)
         self.write()
-        if left:
+        if known:
             await self._recall_drained(known)
 
     def opens(self) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import psutil
@@ -168,6 +168,19 @@ def runs(process: ProcessRecord) -> bool:
         found = psutil.Process(process.pid)
         return found.create_time() == process.created and found.status() != psutil.STATUS_ZOMBIE
     return False
+
+
+def sessions_of(processes: Iterable[ProcessRecord]) -> frozenset[int]:
+    """The sessions of *processes* and of all that they started."""
+    found: set[int] = set()
+    for process in processes:
+        with contextlib.suppress(psutil.Error, OSError):
+            family = psutil.Process(process.pid).children(recursive=True)
+            found.add(process.pid)
+            for each in family:
+                with contextlib.suppress(OSError):
+                    found.add(os.getsid(each.pid))
+    return frozenset(found)
 
 
 def strays(run: str, known: frozenset[int] = frozenset()) -> list[int]:
