@@ -23,7 +23,7 @@ from baton.cluster import Cluster, Instance, Role
 from baton.launch import Command, ProxyClient, Supervisor
 from baton.launch.control import SOCKET, listening
 from baton.launch.operate import Keeping, Operator
-from baton.launch.record import ClusterRecord, ProcessRecord, created_at
+from baton.launch.record import ClusterRecord, ProcessRecord, created_at, holding
 
 METRICS = """# HELP vllm:num_requests_running x
 vllm:num_requests_running{engine="0"} 2.0
@@ -166,8 +166,14 @@ async def up(name: str, folder: str, ports: list[int], how: list[str]) -> None:
     me = asyncio.current_task()
     assert me is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, me.cancel)
+    environ = {"XDG_STATE_HOME": folder}
+    with holding(name, environ):
+        await _up(name, folder, ports, environ, how)
+
+
+async def _up(name: str, folder: str, ports: list[int], environ: dict[str, str], how: list[str]) -> None:
     async with Supervisor(Path(folder) / "logs", f"run-{folder}") as supervisor:
-        operator = operator_of(supervisor, cluster_of(ports), name, {"XDG_STATE_HOME": folder}, tuple(how))
+        operator = operator_of(supervisor, cluster_of(ports), name, environ, tuple(how))
         try:
             await operator.begin()
             await supervisor.until_ready(60)

@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
+from baton.cli import main
 from baton.cluster import Cluster, Instance, Role
 from baton.launch import ChildDied, Command, LaunchError, Problem, ProxyClient, ProxyRefused, Supervisor
 from baton.launch.control import ControlFailed, ask_change, ask_status, listening
@@ -23,7 +24,7 @@ from baton.launch.down import take_down
 from baton.launch.leftovers import session_alive
 from baton.launch.observe import gauges, observe
 from baton.launch.operate import LONGEST_WAIT_SECONDS, Operator, next_instance, wait_before
-from baton.launch.record import ClusterRecord, load, record_path, runs, save, sessions_of, strays
+from baton.launch.record import ClusterRecord, holding, load, record_path, runs, save, sessions_of, strays
 from baton.launch.rotation import rotate
 from tests.launch.processes import METRICS, cluster_of, operator_of
 from tests.ports import free_ports
@@ -498,6 +499,33 @@ def test_taking_over_ends_what_the_dead_have_left_and_keeps_their_logs(tmp_path:
         assert strays(left.run) == []
 
     asyncio.run(go())
+
+
+def test_a_name_has_one_supervisor_and_is_free_once_that_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    environ = {"XDG_STATE_HOME": str(tmp_path)}
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    (tmp_path / "config.json").write_text("{}")
+    words = ("up", str(tmp_path), "--name", "c")
+    # One that has written nothing down yet.
+    with holding("c", environ):
+        assert main(words) == 1
+        assert "another command is starting or ending the cluster 'c'" in capsys.readouterr().err
+    crashed = Crashed(tmp_path)
+    try:
+        with pytest.raises(LaunchError, match="another command"), holding("c", environ):
+            pass
+        assert main(words) == 1
+        assert f"the cluster 'c' is up already (supervisor pid {crashed.process.pid})" in capsys.readouterr().err
+    finally:
+        record = crashed.kill()
+    # What it has started serves on, and does not have the lock.
+    with holding("c", environ), pytest.raises(LaunchError, match="another command"):
+        asyncio.run(take_down(record, lambda _: None, environ))
+    assert len(record.alive) == 3
+    asyncio.run(take_down(record, lambda _: None, environ))
+    assert not record.alive
 
 
 def test_a_running_supervisor_is_asked_to_stop(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import logging
 import os
 import secrets
@@ -26,6 +27,7 @@ from baton.launch import (
     ChildDied,
     ClusterRecord,
     Command,
+    EngineInstall,
     Keeping,
     LaunchError,
     Operator,
@@ -43,13 +45,14 @@ from baton.launch import (
     command_of,
     created_at,
     default_logs,
+    end_left,
     flag_value,
     here,
+    holding,
     install_for,
     installed_engine,
     listening,
     load,
-    take_down,
     url_of,
 )
 from baton.models import ResolvedModel
@@ -70,6 +73,25 @@ def run(words: Sequence[str]) -> int:
         mine = here(cluster, node)
         print("\n\n".join(f"# {name}\n{command.shell()}" for name, command in commands.items() if name in mine))
         return 0
+    try:
+        with holding(args.name):
+            return _start(args, cluster, model, node=node, install=install, commands=commands)
+    except LaunchError as error:
+        with contextlib.suppress(LaunchError):
+            _refuse_second(load(args.name))
+        raise Failure(str(error)) from error
+
+
+def _start(
+    args: argparse.Namespace,
+    cluster: Cluster,
+    model: ResolvedModel,
+    *,
+    node: str,
+    install: EngineInstall,
+    commands: Mapping[str, Command],
+) -> int:
+    """Look whether it can be, and stay until stopped; the exit code. Nobody else has the cluster's name meanwhile."""
     left = _left_running(args.name, cluster, model)
     if left is None:
         engines = [command for name, command in commands.items() if name != PROXY]
@@ -111,6 +133,18 @@ def _served_name(cluster: Cluster, commands: Mapping[str, Command]) -> str | Non
     return flag_value(commands[cluster.of_role(Role.DECODE)[0].id].argv, "--served-model-name")
 
 
+def _refuse_second(record: ClusterRecord | None) -> None:
+    """
+    Raises:
+        Failure: another supervisor runs the cluster of *record*.
+    """
+    if record is not None and record.supervised and record.supervisor.pid != os.getpid():
+        raise Failure(
+            f"the cluster {record.name!r} is up already (supervisor pid {record.supervisor.pid}): look with "
+            "`baton status`, end it with `baton down`, or start another one with --name"
+        )
+
+
 def _left_running(name: str, cluster: Cluster, model: ResolvedModel) -> ClusterRecord | None:
     """What a supervisor that is gone has left running under this name, and is to be taken over; None for nothing.
 
@@ -121,15 +155,11 @@ def _left_running(name: str, cluster: Cluster, model: ResolvedModel) -> ClusterR
         record = load(name)
     except LaunchError as error:
         raise Failure(str(error)) from error
+    _refuse_second(record)
     if record is None:
         return None
-    if record.supervised:
-        raise Failure(
-            f"the cluster {name!r} is up already (supervisor pid {record.supervisor.pid}): look with `baton status`, "
-            "end it with `baton down`, or start another one with --name"
-        )
     if not record.alive:
-        asyncio.run(take_down(record, lambda _: None))
+        asyncio.run(end_left(record, lambda _: None))
         return None
     if (record.asked, record.model_folder) != (cluster, model.target):
         raise Failure(

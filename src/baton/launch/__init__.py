@@ -36,6 +36,7 @@ from baton.launch.devices import (
     share_cpus,
 )
 from baton.launch.down import (
+    end_left,
     take_down,
 )
 from baton.launch.errors import (
@@ -108,6 +109,7 @@ from baton.launch.record import (
     ProcessRecord,
     check_name,
     created_at,
+    holding,
     known_names,
     load,
 )
@@ -182,6 +184,7 @@ __all__ = [
     "dashed",
     "default_logs",
     "dumps",
+    "end_left",
     "engine_command",
     "estimates",
     "examine",
@@ -189,6 +192,7 @@ __all__ = [
     "file_endpoints",
     "flag_value",
     "here",
+    "holding",
     "install_for",
     "installed_engine",
     "known_names",
