@@ -17,13 +17,16 @@ import psutil
 import pytest
 
 from baton.cli import main
-from baton.cluster import Cluster, Instance, Role
+from baton.cli.parser import Failure
+from baton.cli.up import _log_folder
+from baton.cluster import Cluster, Endpoint, Instance, Role
 from baton.launch import ChildDied, Command, LaunchError, Problem, ProxyClient, ProxyRefused, Supervisor
+from baton.launch.cluster_run import new_logs
 from baton.launch.control import ControlFailed, ask_change, ask_status, listening
 from baton.launch.down import take_down
 from baton.launch.leftovers import session_alive
 from baton.launch.observe import gauges, observe
-from baton.launch.operate import LONGEST_WAIT_SECONDS, Operator, next_instance, wait_before
+from baton.launch.operate import LONGEST_WAIT_SECONDS, Operator, next_instance, ordered, wait_before
 from baton.launch.record import ClusterRecord, holding, load, record_path, runs, save, sessions_of, strays
 from baton.launch.rotation import rotate
 from tests.launch.processes import METRICS, cluster_of, operator_of
@@ -230,6 +233,125 @@ def test_what_the_proxy_refuses_is_stopped_again(tmp_path: Path, monkeypatch: py
         assert {child.name for child in operator.supervisor.children} == {"P0", "D0", "proxy"}
 
     with_kept(work, tmp_path)
+
+
+def test_what_the_proxy_took_in_before_it_refused_is_taken_out_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work(operator: Operator, said: list[str]) -> None:
+        add, added = operator._proxy.add, []
+
+        async def refuse_the_second(endpoint: Endpoint) -> None:
+            added.append(endpoint)
+            if len(added) == 2:
+                raise ProxyRefused("the proxy answered 403")
+            await add(endpoint)
+
+        monkeypatch.setattr(operator._proxy, "add", refuse_the_second)
+        before = operator.cluster
+        with pytest.raises(ProxyRefused, match="403"):
+            await operator.scale({Role.DECODE: 3}, said.append)
+        assert operator.cluster == before
+        assert {each["url"] for each in await operator._proxy.instances()} == {each.url for each in before.instances}
+        assert {child.name for child in operator.supervisor.children} == {"P0", "D0", "proxy"}
+
+    with_kept(work, tmp_path)
+
+
+def test_one_that_takes_the_name_of_one_that_went_is_no_heir_of_it(tmp_path: Path) -> None:
+    async def work(operator: Operator, said: list[str]) -> None:
+        for wanted in (2, 1, 2):
+            await operator.scale({Role.DECODE: wanted}, said.append)
+        assert (row(operator, "D1")["state"], row(operator, "D1")["boots"]) == ("ready", 1)
+
+    with_kept(work, tmp_path)
+
+
+def test_what_runs_on_another_host_is_left_to_that_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The share of host one: P0 and D0 of 2P2D, and the proxy is on two."""
+    cluster = cluster_of([1, 2, 3, 4, 5])
+    ones = [each.model_copy(update={"node": "one"}) for each in cluster.instances]
+    twos = [each.model_copy(update={"id": f"{each.id[0]}1", "node": "two"}) for each in ones]
+    spread = cluster.model_copy(update={"instances": ordered((*ones, *twos)), "proxy_node": "two"})
+    environ = {"XDG_STATE_HOME": str(tmp_path)}
+    operator = operator_of(Supervisor(tmp_path, "r", tmp_path), spread, "c", environ)
+    operator.record = operator.record.model_copy(update={"node": "one"})
+    operator.opens()
+    for name, where in (("P1", "two"), ("proxy", "two")):
+        for change in (operator.restart, operator.drain):
+            with pytest.raises(LaunchError, match=f"{name} runs on {where}, and this is one: give the command there"):
+                asyncio.run(change([name], lambda _: None))
+
+    save(operator.record, environ)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    asked: list[object] = []
+    monkeypatch.setattr("baton.cli.restart.change", lambda *words: asked.append(words) or 0)
+    assert main(("restart", "--all", "--name", "c")) == 0
+    assert asked == [("c", "restart", ["P0", "D0"])]
+    assert main(("logs", "P1", "--name", "c")) == 2
+    assert "P1 runs on two, and this is one: give the command there" in capsys.readouterr().err
+    assert main(("logs", "P7", "--name", "c")) == 2
+    assert "there is no instance 'P7': there are P0, D0" in capsys.readouterr().err
+
+
+def test_runs_that_start_in_one_second_have_logs_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    environ = {"XDG_STATE_HOME": str(tmp_path)}
+    monkeypatch.setattr("time.strftime", lambda _: "20260101-000000")
+    names = [new_logs(environ).name for _ in range(3)]
+    assert names == ["20260101-000000", "20260101-000000-2", "20260101-000000-3"]
+
+
+def test_the_log_folder_of_a_cluster_that_runs_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    record = operator_of(Supervisor(tmp_path / "logs", "r", tmp_path), cluster_of([1, 2, 3, 4, 5]), "c", {}).record
+    save(record.model_copy(update={"processes": (record.supervisor,)}))
+    with pytest.raises(Failure, match="holds the logs of the cluster 'c', which runs: name another"):
+        _log_folder(str(tmp_path / "x" / ".." / "logs"))
+    assert _log_folder(str(tmp_path / "others")).is_dir()
+
+
+HEEDING = """
+import asyncio
+from baton.cli.up import heed
+
+async def go():
+    stop = asyncio.Event()
+    heed(stop)
+    print("up", flush=True)
+    await stop.wait()
+    print("stopped", flush=True)
+
+asyncio.run(go())
+"""
+
+
+@pytest.mark.parametrize("words", [(), ("nohup",)])
+def test_a_closed_terminal_stops_it_unless_it_is_to_ignore_that(words: tuple[str, ...]) -> None:
+    with subprocess.Popen(
+        [*words, sys.executable, "-c", HEEDING],
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env={**os.environ, "PYTHONPATH": f"{ROOT / 'src'}"},
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "up\n"
+            process.send_signal(signal.SIGHUP)
+            if words:
+                ignored = next(
+                    line for line in Path(f"/proc/{process.pid}/status").read_text().splitlines() if "SigIgn" in line
+                )
+                assert int(ignored.split()[1], 16) & 1 << signal.SIGHUP - 1
+                process.send_signal(signal.SIGTERM)
+            assert process.stdout.readline() == "stopped\n"
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
 
 
 def test_a_restart_drains_first_and_is_no_failure(tmp_path: Path) -> None:

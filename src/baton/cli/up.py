@@ -44,15 +44,16 @@ from baton.launch import (
     cluster_commands,
     command_of,
     created_at,
-    default_logs,
     end_left,
     flag_value,
     here,
     holding,
     install_for,
     installed_engine,
+    known_names,
     listening,
     load,
+    new_logs,
     url_of,
 )
 from baton.models import ResolvedModel
@@ -96,11 +97,7 @@ def _start(
     if left is None:
         engines = [command for name, command in commands.items() if name != PROXY]
         refuse(check_cluster(cluster, engines, install, local_model=model.local, node=node))
-    logs = left.logs if left else Path(args.log_dir).expanduser() if args.log_dir else default_logs()
-    try:
-        logs.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise Failure(f"cannot make the log folder {logs}: {error.strerror}; name another with --log-dir") from error
+    logs = left.logs if left else _log_folder(args.log_dir)
 
     on_cpu = model.local and install_for(cluster, install).device == "cpu"
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
@@ -121,6 +118,27 @@ def _start(
         raise Failure(str(error), 1, error.last_lines) from error
     except (LaunchError, StartTimeout, TryoutFailed) as error:
         raise Failure(str(error)) from error
+
+
+def _log_folder(asked: str | None) -> Path:
+    """
+    Raises:
+        Failure: it cannot be made, or is that of another cluster that runs.
+    """
+    try:
+        if asked is None:
+            return new_logs()
+        logs = Path(asked).expanduser()
+        logs.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        where = f"{error.filename}: {error.strerror}"
+        raise Failure(f"cannot make the log folder {where}; name another with --log-dir") from error
+    for name in known_names():
+        with contextlib.suppress(LaunchError):
+            record = load(name)
+            if record is not None and record.alive and record.logs.resolve() == logs.resolve():
+                raise Failure(f"--log-dir {asked} holds the logs of the cluster {name!r}, which runs: name another")
+    return logs
 
 
 def _room(commands: list[Command], *, on_cpu: bool) -> list[Problem]:
@@ -182,9 +200,7 @@ async def _up(
 ) -> int:
     """Start or take over, say so, and stay until stopped; 130 when Ctrl-C ended the start, else 0."""
     stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop.set)
+    heed(stop)
     url, fronted = url_of(cluster.proxy_host, cluster.proxy_port, ""), PROXY in here(cluster, node)
     print(f"logs: {logs}", flush=True)
     mark, scratch = (left.run, left.scratch) if left is not None else (secrets.token_hex(8), None)
@@ -238,6 +254,15 @@ async def _up(
         finally:
             await asyncio.shield(operator.close())
     return 0
+
+
+def heed(stop: asyncio.Event) -> None:
+    """Set *stop* at Ctrl-C, SIGTERM, and SIGHUP: a terminal that is closed. Who ignores that, by nohup, goes on."""
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)
+    for number in numbers:
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
 
 
 async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:

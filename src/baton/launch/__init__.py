@@ -8,9 +8,10 @@ from baton.launch.cluster_run import (
     PROXY,
     cluster_commands,
     command_of,
-    default_logs,
     here,
     install_for,
+    new_logs,
+    unknown_here,
 )
 from baton.launch.commands import (
     STATIC_SHAPES_FLAG,
@@ -182,7 +183,6 @@ __all__ = [
     "command_of",
     "created_at",
     "dashed",
-    "default_logs",
     "dumps",
     "end_left",
     "engine_command",
@@ -198,6 +198,7 @@ __all__ = [
     "known_names",
     "listening",
     "load",
+    "new_logs",
     "node_at",
     "observe",
     "observe_proxy",
@@ -210,6 +211,7 @@ __all__ = [
     "schema",
     "share_cpus",
     "take_down",
+    "unknown_here",
     "url_of",
     "written",
 ]

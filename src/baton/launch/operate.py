@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from baton.cluster import THIS_HOST, Cluster, Endpoint, Instance, Role
-from baton.launch.cluster_run import PROXY, WAITING, here, probe_of
+from baton.launch.cluster_run import PROXY, WAITING, here, probe_of, unknown_here
 from baton.launch.commands import Command
 from baton.launch.errors import LaunchError
 from baton.launch.phases import STARTING
@@ -383,7 +383,12 @@ class Operator:
                 say(f"{each.id} serves at {each.url}")
         except Exception:
             for each in fresh:
+                # The proxy may have taken in some of them.
+                with contextlib.suppress(ProxyRefused):
+                    await self._proxy.drain(each.url, self._keeping.drain_seconds)
+                    await self._proxy.remove(each.url)
                 await self._stop(each.id)
+                self._fortunes.pop(each.id, None)
             self._become(before)
             raise
 
@@ -406,6 +411,8 @@ class Operator:
             ProxyRefused: the proxy does not go along.
         """
         async with self._changing():
+            if PROXY in names and PROXY not in here(self.cluster, self.record.node):
+                raise LaunchError(unknown_here(self.cluster, self.record.node, PROXY))
             chosen = self._named([name for name in names if name != PROXY])
             for instance in chosen:
                 await self._drain(instance, say)
@@ -478,8 +485,10 @@ class Operator:
     def _named(self, names: list[str]) -> list[Instance]:
         by_name = {each.id: each for each in self.cluster.on(self.record.node)}
         for name in names:
+            if name == PROXY in here(self.cluster, self.record.node):
+                raise LaunchError("the proxy is no instance that could be drained: there are " + ", ".join(by_name))
             if name not in by_name:
-                raise LaunchError(f"there is no instance {name!r}: there are {', '.join(by_name)}")
+                raise LaunchError(unknown_here(self.cluster, self.record.node, name))
         return [by_name[name] for name in names]
 
 
