@@ -1,6 +1,7 @@
 """Small processes in an engine's and a proxy's place: they answer what a launcher asks.
 
-usage: python -m tests.launch.processes engine PORT | proxy PORT ROLE=URL ... | up NAME FOLDER PORTS
+usage: python -m tests.launch.processes engine PORT [outlived] [stubborn] | proxy PORT ROLE=URL ... |
+       up NAME FOLDER PORTS [outlived] [stubborn]
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ from baton.cluster import Cluster, Instance, Role
 from baton.launch import Command, ProxyClient, Supervisor
 from baton.launch.control import SOCKET, listening
 from baton.launch.operate import Keeping, Operator
-from baton.launch.record import ClusterRecord, ProcessRecord, created_at
+from baton.launch.record import ClusterRecord, ProcessRecord, created_at, holding
 
 METRICS = """# HELP vllm:num_requests_running x
 vllm:num_requests_running{engine="0"} 2.0
@@ -60,7 +62,17 @@ def serve(port: int, answer: Callable[[str, str, Any], tuple[int, Any]]) -> None
     ThreadingHTTPServer(("127.0.0.1", port), handler).serve_forever()
 
 
-def engine(port: int) -> None:
+def engine(port: int, how: list[str]) -> None:
+    """
+    Args:
+        how: ``outlived``: it forks one that does not end with it; ``stubborn``: it must be killed.
+    """
+    if "stubborn" in how:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if "outlived" in how and os.fork() == 0:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        while True:
+            signal.pause()
     print(f"an engine in process {os.getpid()}", flush=True)
 
     def answer(_: str, path: str, __: Any) -> tuple[int, Any]:
@@ -103,14 +115,14 @@ def proxy(port: int, engines: list[str]) -> None:
     serve(port, answer)
 
 
-def command_of(cluster: Cluster, name: str) -> Command:
-    """The command of one process of a cluster made of these."""
+def command_of(cluster: Cluster, name: str, how: tuple[str, ...] = ()) -> Command:
+    """The command of one process of a cluster made of these; *how* its engines are."""
     words = (sys.executable, "-m", "tests.launch.processes")
     if name == "proxy":
         known = (f"{each.role}={each.url}" for each in cluster.instances)
         return Command({}, (*words, "proxy", str(cluster.proxy_port), *known))
     instance = next(each for each in cluster.instances if each.id == name)
-    return Command({}, (*words, "engine", str(instance.port)))
+    return Command({}, (*words, "engine", str(instance.port), *how))
 
 
 def cluster_of(ports: list[int]) -> Cluster:
@@ -124,7 +136,12 @@ def cluster_of(ports: list[int]) -> Cluster:
 
 
 def operator_of(
-    supervisor: Supervisor, cluster: Cluster, name: str, environ: dict[str, str], **keeping: Any
+    supervisor: Supervisor,
+    cluster: Cluster,
+    name: str,
+    environ: dict[str, str],
+    how: tuple[str, ...] = (),
+    **keeping: Any,
 ) -> Operator:
     me = ProcessRecord(name="supervisor", pid=os.getpid(), created=created_at(os.getpid()), log=supervisor.logs)
     record = ClusterRecord(
@@ -140,31 +157,41 @@ def operator_of(
         served_model="m",
     )
     client = ProxyClient.of(cluster, {})
-    return Operator(supervisor, record, command_of, client, keeping=Keeping(**keeping), environ=environ)
+    command = partial(command_of, how=how)
+    return Operator(supervisor, record, command, client, keeping=Keeping(**keeping), environ=environ)
 
 
-async def up(name: str, folder: str, ports: list[int]) -> None:
+async def up(name: str, folder: str, ports: list[int], how: list[str]) -> None:
     """What `baton up` does, with these processes in place of engines; says ``up`` when all answer."""
     me = asyncio.current_task()
     assert me is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, me.cancel)
-    async with Supervisor(Path(folder) / "logs", f"run-{name}") as supervisor:
-        operator = operator_of(supervisor, cluster_of(ports), name, {"XDG_STATE_HOME": folder})
-        await operator.begin()
-        await supervisor.until_ready(60)
-        operator.write()
-        async with listening(operator, operator.record.control):
-            operator.opens()
-            print("up", flush=True)
-            await operator.keep()
+    environ = {"XDG_STATE_HOME": folder}
+    with holding(name, environ):
+        await _up(name, folder, ports, environ, how)
+
+
+async def _up(name: str, folder: str, ports: list[int], environ: dict[str, str], how: list[str]) -> None:
+    async with Supervisor(Path(folder) / "logs", f"run-{folder}") as supervisor:
+        operator = operator_of(supervisor, cluster_of(ports), name, environ, tuple(how))
+        try:
+            await operator.begin()
+            await supervisor.until_ready(60)
+            operator.write()
+            async with listening(operator, operator.record.control):
+                operator.opens()
+                print("up", flush=True)
+                await operator.keep()
+        finally:
+            await asyncio.shield(operator.close())
 
 
 if __name__ == "__main__":
     kind, first, *rest = sys.argv[1:]
     if kind == "engine":
-        engine(int(first))
+        engine(int(first), rest)
     elif kind == "proxy":
         proxy(int(first), rest)
     else:
         with contextlib.suppress(asyncio.CancelledError):
-            asyncio.run(up(first, rest[0], [int(port) for port in rest[1].split(",")]))
+            asyncio.run(up(first, rest[0], [int(port) for port in rest[1].split(",")], rest[2:]))

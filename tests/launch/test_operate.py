@@ -16,13 +16,18 @@ from typing import Any
 import psutil
 import pytest
 
-from baton.cluster import Cluster, Instance, Role
+from baton.cli import main
+from baton.cli.parser import Failure
+from baton.cli.up import _log_folder
+from baton.cluster import Cluster, Endpoint, Instance, Role
 from baton.launch import ChildDied, Command, LaunchError, Problem, ProxyClient, ProxyRefused, Supervisor
+from baton.launch.cluster_run import new_logs
 from baton.launch.control import ControlFailed, ask_change, ask_status, listening
 from baton.launch.down import take_down
+from baton.launch.leftovers import session_alive
 from baton.launch.observe import gauges, observe
-from baton.launch.operate import LONGEST_WAIT_SECONDS, Operator, next_instance, wait_before
-from baton.launch.record import ClusterRecord, load, record_path, runs, save, strays
+from baton.launch.operate import LONGEST_WAIT_SECONDS, Operator, next_instance, ordered, wait_before
+from baton.launch.record import ClusterRecord, holding, load, record_path, runs, save, sessions_of, strays
 from baton.launch.rotation import rotate
 from tests.launch.processes import METRICS, cluster_of, operator_of
 from tests.ports import free_ports
@@ -34,7 +39,7 @@ ROOT = Path(__file__).parent.parent.parent
 async def kept(folder: Path, **keeping: Any) -> AsyncIterator[tuple[Operator, list[str]]]:
     """A cluster that is up and kept, and what its changes say."""
     environ = {"XDG_STATE_HOME": str(folder)}
-    async with Supervisor(folder / "logs", f"run-{folder.name}") as supervisor:
+    async with Supervisor(folder / "logs", f"run-{folder}") as supervisor:
         operator = operator_of(supervisor, cluster_of(free_ports(5)), "c", environ, **keeping)
         await operator.begin()
         await supervisor.until_ready(60)
@@ -46,6 +51,7 @@ async def kept(folder: Path, **keeping: Any) -> AsyncIterator[tuple[Operator, li
         finally:
             keep.cancel()
             await asyncio.gather(keep, return_exceptions=True)
+            await operator.close()
 
 
 def with_kept(work: Callable[[Operator, list[str]], Awaitable[None]], folder: Path, **keeping: Any) -> None:
@@ -92,9 +98,31 @@ def test_what_ends_is_started_again_and_is_known_to_have_been(tmp_path: Path) ->
     with_kept(work, tmp_path)
 
 
+@pytest.mark.parametrize("restarted", ["P0", "D0"])
+def test_a_restart_in_the_midst_of_a_crash_leaves_one_of_each(tmp_path: Path, restarted: str) -> None:
+    async def work(operator: Operator, said: list[str]) -> None:
+        first = {each["id"]: each["pid"] for each in operator.status()}
+        for name in ("P0", "D0"):
+            os.kill(first[name], signal.SIGKILL)
+        # What it forked lives on and is being cleared away.
+        await until(lambda: row(operator, "P0")["last_failure"])
+        await operator.restart([restarted], said.append)
+        assert said[-1] == f"{restarted} serves again"
+        assert not session_alive(first[restarted])
+        await until(lambda: all(each["state"] == "ready" and each["boots"] == 2 for each in operator.status()[:2]))
+        assert operator._reviving == {}
+        pids = {each["pid"] for each in operator.status()}
+        assert set(strays(operator.supervisor.run)) == pids
+        # Those that end now are seen to as before.
+        os.kill(row(operator, "D0")["pid"], signal.SIGKILL)
+        await until(lambda: row(operator, "D0")["boots"] == 3 and row(operator, "D0")["state"] == "ready")
+
+    with_kept(work, tmp_path, how=("outlived",))
+
+
 def test_nothing_is_started_again_when_nobody_wants_it(tmp_path: Path) -> None:
     async def go() -> None:
-        async with Supervisor(tmp_path / "logs", "run-never") as supervisor:
+        async with Supervisor(tmp_path / "logs", f"run-{tmp_path}") as supervisor:
             environ = {"XDG_STATE_HOME": str(tmp_path)}
             operator = operator_of(supervisor, cluster_of(free_ports(5)), "c", environ, restarts=False)
             await operator.begin()
@@ -114,7 +142,7 @@ def test_the_wait_doubles_and_is_bounded() -> None:
 def test_a_cluster_that_is_starting_tells_how_far_it_is_and_takes_no_changes(tmp_path: Path) -> None:
     async def go() -> None:
         environ = {"XDG_STATE_HOME": str(tmp_path)}
-        async with Supervisor(tmp_path / "logs", "run-starting") as supervisor:
+        async with Supervisor(tmp_path / "logs", f"run-{tmp_path}") as supervisor:
             operator = operator_of(supervisor, cluster_of(free_ports(5)), "c", environ)
             await operator.begin()
             async with listening(operator, operator.record.control):
@@ -207,6 +235,125 @@ def test_what_the_proxy_refuses_is_stopped_again(tmp_path: Path, monkeypatch: py
     with_kept(work, tmp_path)
 
 
+def test_what_the_proxy_took_in_before_it_refused_is_taken_out_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work(operator: Operator, said: list[str]) -> None:
+        add, added = operator._proxy.add, []
+
+        async def refuse_the_second(endpoint: Endpoint) -> None:
+            added.append(endpoint)
+            if len(added) == 2:
+                raise ProxyRefused("the proxy answered 403")
+            await add(endpoint)
+
+        monkeypatch.setattr(operator._proxy, "add", refuse_the_second)
+        before = operator.cluster
+        with pytest.raises(ProxyRefused, match="403"):
+            await operator.scale({Role.DECODE: 3}, said.append)
+        assert operator.cluster == before
+        assert {each["url"] for each in await operator._proxy.instances()} == {each.url for each in before.instances}
+        assert {child.name for child in operator.supervisor.children} == {"P0", "D0", "proxy"}
+
+    with_kept(work, tmp_path)
+
+
+def test_one_that_takes_the_name_of_one_that_went_is_no_heir_of_it(tmp_path: Path) -> None:
+    async def work(operator: Operator, said: list[str]) -> None:
+        for wanted in (2, 1, 2):
+            await operator.scale({Role.DECODE: wanted}, said.append)
+        assert (row(operator, "D1")["state"], row(operator, "D1")["boots"]) == ("ready", 1)
+
+    with_kept(work, tmp_path)
+
+
+def test_what_runs_on_another_host_is_left_to_that_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The share of host one: P0 and D0 of 2P2D, and the proxy is on two."""
+    cluster = cluster_of([1, 2, 3, 4, 5])
+    ones = [each.model_copy(update={"node": "one"}) for each in cluster.instances]
+    twos = [each.model_copy(update={"id": f"{each.id[0]}1", "node": "two"}) for each in ones]
+    spread = cluster.model_copy(update={"instances": ordered((*ones, *twos)), "proxy_node": "two"})
+    environ = {"XDG_STATE_HOME": str(tmp_path)}
+    operator = operator_of(Supervisor(tmp_path, "r", tmp_path), spread, "c", environ)
+    operator.record = operator.record.model_copy(update={"node": "one"})
+    operator.opens()
+    for name, where in (("P1", "two"), ("proxy", "two")):
+        for change in (operator.restart, operator.drain):
+            with pytest.raises(LaunchError, match=f"{name} runs on {where}, and this is one: give the command there"):
+                asyncio.run(change([name], lambda _: None))
+
+    save(operator.record, environ)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    asked: list[object] = []
+    monkeypatch.setattr("baton.cli.restart.change", lambda *words: asked.append(words) or 0)
+    assert main(("restart", "--all", "--name", "c")) == 0
+    assert asked == [("c", "restart", ["P0", "D0"])]
+    assert main(("logs", "P1", "--name", "c")) == 2
+    assert "P1 runs on two, and this is one: give the command there" in capsys.readouterr().err
+    assert main(("logs", "P7", "--name", "c")) == 2
+    assert "there is no instance 'P7': there are P0, D0" in capsys.readouterr().err
+
+
+def test_runs_that_start_in_one_second_have_logs_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    environ = {"XDG_STATE_HOME": str(tmp_path)}
+    monkeypatch.setattr("time.strftime", lambda _: "20260101-000000")
+    names = [new_logs(environ).name for _ in range(3)]
+    assert names == ["20260101-000000", "20260101-000000-2", "20260101-000000-3"]
+
+
+def test_the_log_folder_of_a_cluster_that_runs_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    record = operator_of(Supervisor(tmp_path / "logs", "r", tmp_path), cluster_of([1, 2, 3, 4, 5]), "c", {}).record
+    save(record.model_copy(update={"processes": (record.supervisor,)}))
+    with pytest.raises(Failure, match="holds the logs of the cluster 'c', which runs: name another"):
+        _log_folder(str(tmp_path / "x" / ".." / "logs"))
+    assert _log_folder(str(tmp_path / "others")).is_dir()
+
+
+HEEDING = """
+import asyncio
+from baton.cli.up import heed
+
+async def go():
+    stop = asyncio.Event()
+    heed(stop)
+    print("up", flush=True)
+    await stop.wait()
+    print("stopped", flush=True)
+
+asyncio.run(go())
+"""
+
+
+@pytest.mark.parametrize("words", [(), ("nohup",)])
+def test_a_closed_terminal_stops_it_unless_it_is_to_ignore_that(words: tuple[str, ...]) -> None:
+    with subprocess.Popen(
+        [*words, sys.executable, "-c", HEEDING],
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env={**os.environ, "PYTHONPATH": f"{ROOT / 'src'}"},
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "up\n"
+            process.send_signal(signal.SIGHUP)
+            if words:
+                ignored = next(
+                    line for line in Path(f"/proc/{process.pid}/status").read_text().splitlines() if "SigIgn" in line
+                )
+                assert int(ignored.split()[1], 16) & 1 << signal.SIGHUP - 1
+                process.send_signal(signal.SIGTERM)
+            assert process.stdout.readline() == "stopped\n"
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
+
+
 def test_a_restart_drains_first_and_is_no_failure(tmp_path: Path) -> None:
     async def work(operator: Operator, said: list[str]) -> None:
         before = {each["id"]: each["pid"] for each in operator.status()}
@@ -223,6 +370,68 @@ def test_a_restart_drains_first_and_is_no_failure(tmp_path: Path) -> None:
             await operator.restart(["D7"], said.append)
 
     with_kept(work, tmp_path)
+
+
+@pytest.mark.parametrize("what", ["restart", "scale", "crash"])
+def test_stopping_in_the_midst_of_a_change_leaves_nothing(
+    tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("baton.launch.supervisor.STOP_SECONDS", 1.0)
+    seen: list[ClusterRecord] = []
+    stubborn = ("outlived", "stubborn")
+
+    async def work(operator: Operator, said: list[str]) -> None:
+        def ending(name: str) -> bool:
+            child = operator.supervisor.child(name)
+            return child is not None and child.ending is not None
+
+        if what == "restart":
+            change = asyncio.create_task(operator.restart(["P0"], said.append))
+            await until(lambda: ending("P0"))
+        elif what == "scale":
+            await operator.scale({Role.DECODE: 2}, said.append)
+            change = asyncio.create_task(operator.scale({Role.DECODE: 1, Role.PREFILL: 2}, said.append))
+            await until(lambda: ending("D1"))
+        else:
+            change = asyncio.create_task(asyncio.sleep(0))
+            os.kill(row(operator, "D0")["pid"], signal.SIGKILL)
+            await until(lambda: ending("D0"))
+        seen.append(stored(tmp_path))
+        await operator.close()
+        await asyncio.gather(change, return_exceptions=True)
+        assert change.cancelled() or what == "crash"
+
+    with_kept(work, tmp_path, how=stubborn)
+    assert strays(seen[0].run) == []
+    assert not any(session_alive(each.pid) for each in seen[0].processes)
+    assert load("c", {"XDG_STATE_HOME": str(tmp_path)}) is None
+
+
+def test_what_no_supervisor_knows_of_is_ended_with_the_rest(tmp_path: Path) -> None:
+    """As an engine's own helper, in a session of its own."""
+    processes: list[subprocess.Popen[bytes]] = []
+
+    async def work(operator: Operator, _: list[str]) -> None:
+        environ = {**os.environ, "BATON_RUN": operator.record.run}
+        words = [sys.executable, "-c", "import time; time.sleep(600)"]
+        processes.append(subprocess.Popen(words, start_new_session=True, env=environ))
+        await until(lambda: strays(operator.record.run, frozenset(each["pid"] for each in operator.status())))
+
+    try:
+        with_kept(work, tmp_path)
+        assert processes[0].wait(60) == -signal.SIGTERM
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def test_a_record_of_another_run_is_not_forgotten(tmp_path: Path) -> None:
+    async def work(operator: Operator, _: list[str]) -> None:
+        save(operator.record.model_copy(update={"run": "another"}), {"XDG_STATE_HOME": str(tmp_path)})
+
+    with_kept(work, tmp_path)
+    assert stored(tmp_path).run == "another"
 
 
 def test_a_drained_instance_is_shown_as_such(tmp_path: Path) -> None:
@@ -294,9 +503,9 @@ def test_gauges_are_summed_and_the_fullest_cache_counts() -> None:
 class Crashed:
     """A supervisor in a process of its own, that can be killed."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *how: str) -> None:
         self.folder, self.ports = folder, free_ports(5)
-        words = ["up", "c", str(folder), ",".join(map(str, self.ports))]
+        words = ["up", "c", str(folder), ",".join(map(str, self.ports)), *how]
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.launch.processes", *words],
             cwd=ROOT,
@@ -357,7 +566,7 @@ def test_what_a_killed_supervisor_leaves_is_taken_over(tmp_path: Path) -> None:
         await until(lambda: not runs(gone))
         async with Supervisor(left.logs, left.run, left.scratch) as supervisor:
             operator = operator_of(supervisor, cluster_of(crashed.ports), "c", {"XDG_STATE_HOME": str(tmp_path)})
-            await operator.begin(left.alive)
+            await operator.begin(left.processes)
             await supervisor.until_ready(60)
             operator.write()
             assert {each["id"]: each["state"] for each in operator.status()} == {
@@ -382,6 +591,63 @@ def test_what_a_killed_supervisor_leaves_is_taken_over(tmp_path: Path) -> None:
         assert not alive.alive
 
     asyncio.run(go())
+
+
+def test_taking_over_ends_what_the_dead_have_left_and_keeps_their_logs(tmp_path: Path) -> None:
+    crashed = Crashed(tmp_path, "outlived")
+    left = crashed.kill()
+    pids = {each.name: each.pid for each in left.processes}
+    # Something that a process which lives has started in a session of its own is no stray.
+    assert sessions_of(left.alive) >= set(pids.values())
+    os.kill(pids["P0"], signal.SIGKILL)
+
+    async def go() -> None:
+        await until(lambda: len(left.alive) == 2)
+        assert session_alive(pids["P0"])
+        # As when it was killed between an end and the next start: D0 stands in no record any more.
+        os.kill(pids["D0"], signal.SIGKILL)
+        await until(lambda: len(left.alive) == 1)
+        async with Supervisor(left.logs, left.run, left.scratch) as supervisor:
+            operator = operator_of(supervisor, cluster_of(crashed.ports), "c", {"XDG_STATE_HOME": str(tmp_path)})
+            await operator.begin([each for each in left.processes if each.name != "D0"])
+            assert not session_alive(pids["P0"])
+            assert not session_alive(pids["D0"])
+            assert row(operator, "proxy")["pid"] == pids["proxy"]
+            await supervisor.until_ready(60)
+            for name in ("P0", "D0"):
+                assert row(operator, name)["boots"] == 2
+                assert (left.logs / f"{name}.log").read_text().count("an engine in process") == 2
+            await operator.close()
+        assert strays(left.run) == []
+
+    asyncio.run(go())
+
+
+def test_a_name_has_one_supervisor_and_is_free_once_that_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    environ = {"XDG_STATE_HOME": str(tmp_path)}
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    (tmp_path / "config.json").write_text("{}")
+    words = ("up", str(tmp_path), "--name", "c")
+    # One that has written nothing down yet.
+    with holding("c", environ):
+        assert main(words) == 1
+        assert "another command is starting or ending the cluster 'c'" in capsys.readouterr().err
+    crashed = Crashed(tmp_path)
+    try:
+        with pytest.raises(LaunchError, match="another command"), holding("c", environ):
+            pass
+        assert main(words) == 1
+        assert f"the cluster 'c' is up already (supervisor pid {crashed.process.pid})" in capsys.readouterr().err
+    finally:
+        record = crashed.kill()
+    # What it has started serves on, and does not have the lock.
+    with holding("c", environ), pytest.raises(LaunchError, match="another command"):
+        asyncio.run(take_down(record, lambda _: None, environ))
+    assert len(record.alive) == 3
+    asyncio.run(take_down(record, lambda _: None, environ))
+    assert not record.alive
 
 
 def test_a_running_supervisor_is_asked_to_stop(tmp_path: Path) -> None:

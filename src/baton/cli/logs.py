@@ -10,6 +10,7 @@ from pathlib import Path
 
 from baton.cli.parser import Failure, Parser, count
 from baton.cli.running import add_name, the_cluster
+from baton.launch import here, unknown_here
 
 LOOK_SECONDS = 0.2
 
@@ -26,9 +27,8 @@ def run(words: Sequence[str]) -> int:
     add_name(parser)
     args = parser.parse_all(words)
     record = the_cluster(args.name)
-    names = [*(each.id for each in record.cluster.instances), "proxy"]
-    if args.id not in names:
-        raise Failure(f"there is no instance {args.id!r}: there are {', '.join(names)}", 2)
+    if args.id not in here(record.cluster, record.node):
+        raise Failure(unknown_here(record.cluster, record.node, args.id), 2)
     log = record.logs / f"{args.id}.log"
     if not log.exists():
         raise Failure(f"there is no log yet at {log}")

@@ -15,10 +15,13 @@ def run(words: Sequence[str]) -> int:
         epilog="examples:\n  baton restart D1\n  baton restart --all",
     )
     parser.add_argument("ids", nargs="*", metavar="ID", help="such as P0, D1 or proxy")
-    parser.add_argument("--all", action="store_true", help="every prefill and decode server")
+    parser.add_argument("--all", action="store_true", help="every prefill and decode server of this host")
     add_name(parser)
     args = parser.parse_all(words)
     if bool(args.ids) == args.all:
         raise Failure("name instances, or give --all (see `baton restart --help`)", 2)
-    ids = [each.id for each in the_cluster(args.name).cluster.instances] if args.all else args.ids
+    ids = args.ids
+    if args.all:
+        record = the_cluster(args.name)
+        ids = [each.id for each in record.cluster.on(record.node)]
     return change(args.name, "restart", ids)

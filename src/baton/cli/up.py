@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import logging
 import os
 import secrets
@@ -26,6 +27,7 @@ from baton.launch import (
     ChildDied,
     ClusterRecord,
     Command,
+    EngineInstall,
     Keeping,
     LaunchError,
     Operator,
@@ -42,15 +44,16 @@ from baton.launch import (
     cluster_commands,
     command_of,
     created_at,
-    default_logs,
+    end_left,
     flag_value,
-    forget,
     here,
+    holding,
     install_for,
     installed_engine,
+    known_names,
     listening,
     load,
-    take_down,
+    new_logs,
     url_of,
 )
 from baton.models import ResolvedModel
@@ -71,15 +74,30 @@ def run(words: Sequence[str]) -> int:
         mine = here(cluster, node)
         print("\n\n".join(f"# {name}\n{command.shell()}" for name, command in commands.items() if name in mine))
         return 0
+    try:
+        with holding(args.name):
+            return _start(args, cluster, model, node=node, install=install, commands=commands)
+    except LaunchError as error:
+        with contextlib.suppress(LaunchError):
+            _refuse_second(load(args.name))
+        raise Failure(str(error)) from error
+
+
+def _start(
+    args: argparse.Namespace,
+    cluster: Cluster,
+    model: ResolvedModel,
+    *,
+    node: str,
+    install: EngineInstall,
+    commands: Mapping[str, Command],
+) -> int:
+    """Look whether it can be, and stay until stopped; the exit code. Nobody else has the cluster's name meanwhile."""
     left = _left_running(args.name, cluster, model)
     if left is None:
         engines = [command for name, command in commands.items() if name != PROXY]
         refuse(check_cluster(cluster, engines, install, local_model=model.local, node=node))
-    logs = left.logs if left else Path(args.log_dir).expanduser() if args.log_dir else default_logs()
-    try:
-        logs.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise Failure(f"cannot make the log folder {logs}: {error.strerror}; name another with --log-dir") from error
+    logs = left.logs if left else _log_folder(args.log_dir)
 
     on_cpu = model.local and install_for(cluster, install).device == "cpu"
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
@@ -102,6 +120,27 @@ def run(words: Sequence[str]) -> int:
         raise Failure(str(error)) from error
 
 
+def _log_folder(asked: str | None) -> Path:
+    """
+    Raises:
+        Failure: it cannot be made, or is that of another cluster that runs.
+    """
+    try:
+        if asked is None:
+            return new_logs()
+        logs = Path(asked).expanduser()
+        logs.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        where = f"{error.filename}: {error.strerror}"
+        raise Failure(f"cannot make the log folder {where}; name another with --log-dir") from error
+    for name in known_names():
+        with contextlib.suppress(LaunchError):
+            record = load(name)
+            if record is not None and record.alive and record.logs.resolve() == logs.resolve():
+                raise Failure(f"--log-dir {asked} holds the logs of the cluster {name!r}, which runs: name another")
+    return logs
+
+
 def _room(commands: list[Command], *, on_cpu: bool) -> list[Problem]:
     """What keeps more engines from being started: too little memory, where that can be known."""
     return check_memory(commands) if on_cpu else []
@@ -110,6 +149,18 @@ def _room(commands: list[Command], *, on_cpu: bool) -> list[Problem]:
 def _served_name(cluster: Cluster, commands: Mapping[str, Command]) -> str | None:
     """What clients call the model: a flag may say otherwise than its folder."""
     return flag_value(commands[cluster.of_role(Role.DECODE)[0].id].argv, "--served-model-name")
+
+
+def _refuse_second(record: ClusterRecord | None) -> None:
+    """
+    Raises:
+        Failure: another supervisor runs the cluster of *record*.
+    """
+    if record is not None and record.supervised and record.supervisor.pid != os.getpid():
+        raise Failure(
+            f"the cluster {record.name!r} is up already (supervisor pid {record.supervisor.pid}): look with "
+            "`baton status`, end it with `baton down`, or start another one with --name"
+        )
 
 
 def _left_running(name: str, cluster: Cluster, model: ResolvedModel) -> ClusterRecord | None:
@@ -122,15 +173,11 @@ def _left_running(name: str, cluster: Cluster, model: ResolvedModel) -> ClusterR
         record = load(name)
     except LaunchError as error:
         raise Failure(str(error)) from error
+    _refuse_second(record)
     if record is None:
         return None
-    if record.supervised:
-        raise Failure(
-            f"the cluster {name!r} is up already (supervisor pid {record.supervisor.pid}): look with `baton status`, "
-            "end it with `baton down`, or start another one with --name"
-        )
     if not record.alive:
-        asyncio.run(take_down(record, lambda _: None))
+        asyncio.run(end_left(record, lambda _: None))
         return None
     if (record.asked, record.model_folder) != (cluster, model.target):
         raise Failure(
@@ -153,9 +200,7 @@ async def _up(
 ) -> int:
     """Start or take over, say so, and stay until stopped; 130 when Ctrl-C ended the start, else 0."""
     stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop.set)
+    heed(stop)
     url, fronted = url_of(cluster.proxy_host, cluster.proxy_port, ""), PROXY in here(cluster, node)
     print(f"logs: {logs}", flush=True)
     mark, scratch = (left.run, left.scratch) if left is not None else (secrets.token_hex(8), None)
@@ -184,7 +229,7 @@ async def _up(
         proxy = ProxyClient.of(record.cluster, os.environ)
         operator = Operator(supervisor, record, command_of, proxy, keeping=keeping, environ=os.environ, room=room)
         try:
-            await operator.begin(left.alive if left is not None else ())
+            await operator.begin(left.processes if left is not None else ())
             # From here on `baton status` is told what each process is doing.
             async with listening(operator, record.control):
                 with Progress(supervisor) as progress:
@@ -207,9 +252,17 @@ async def _up(
                 await _unless(stop, operator.keep())
             print("stopping", flush=True)
         finally:
-            await asyncio.shield(supervisor.stop())
-            forget(args.name)
+            await asyncio.shield(operator.close())
     return 0
+
+
+def heed(stop: asyncio.Event) -> None:
+    """Set *stop* at Ctrl-C, SIGTERM, and SIGHUP: a terminal that is closed. Who ignores that, by nohup, goes on."""
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)
+    for number in numbers:
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
 
 
 async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:

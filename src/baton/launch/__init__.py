@@ -8,9 +8,10 @@ from baton.launch.cluster_run import (
     PROXY,
     cluster_commands,
     command_of,
-    default_logs,
     here,
     install_for,
+    new_logs,
+    unknown_here,
 )
 from baton.launch.commands import (
     STATIC_SHAPES_FLAG,
@@ -36,6 +37,7 @@ from baton.launch.devices import (
     share_cpus,
 )
 from baton.launch.down import (
+    end_left,
     take_down,
 )
 from baton.launch.errors import (
@@ -108,7 +110,7 @@ from baton.launch.record import (
     ProcessRecord,
     check_name,
     created_at,
-    forget,
+    holding,
     known_names,
     load,
 )
@@ -181,21 +183,22 @@ __all__ = [
     "command_of",
     "created_at",
     "dashed",
-    "default_logs",
     "dumps",
+    "end_left",
     "engine_command",
     "estimates",
     "examine",
     "exit_code",
     "file_endpoints",
     "flag_value",
-    "forget",
     "here",
+    "holding",
     "install_for",
     "installed_engine",
     "known_names",
     "listening",
     "load",
+    "new_logs",
     "node_at",
     "observe",
     "observe_proxy",
@@ -208,6 +211,7 @@ __all__ = [
     "schema",
     "share_cpus",
     "take_down",
+    "unknown_here",
     "url_of",
     "written",
 ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
 import time
 from collections.abc import Mapping
@@ -54,6 +56,14 @@ def here(cluster: Cluster, node: str) -> tuple[str, ...]:
     return (*engines, PROXY) if node == cluster.proxy_node else engines
 
 
+def unknown_here(cluster: Cluster, node: str, name: str) -> str:
+    """What there is to say to who asks on the host *node* for a process that does not run there."""
+    elsewhere = {each.id: each.node for each in cluster.instances} | {PROXY: cluster.proxy_node}
+    if name in elsewhere and elsewhere[name] != node:
+        return f"{name} runs on {elsewhere[name]}, and this is {node}: give the command there"
+    return f"there is no instance {name!r}: there are {', '.join(here(cluster, node))}"
+
+
 def probe_of(cluster: Cluster, name: str) -> Probe:
     """What asks whether a process of *cluster* is ready."""
     if name == PROXY:
@@ -75,9 +85,20 @@ def all_are_usable(health: bytes) -> bool:
     return warm_up["tried"] == warm_up["pairs"] and all(value[role]["usable"] == value[role]["known"] for role in Role)
 
 
-def default_logs(environ: Mapping[str, str] = os.environ) -> Path:
-    """A folder for the logs of one run: $XDG_STATE_HOME/baton/<time>, else under ~/.local/state."""
-    return state_folder(environ) / time.strftime("%Y%m%d-%H%M%S")
+def new_logs(environ: Mapping[str, str] = os.environ) -> Path:
+    """Make a folder for the logs of one run and no other: $XDG_STATE_HOME/baton/<time>, else under ~/.local/state.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    first = state_folder(environ) / time.strftime("%Y%m%d-%H%M%S")
+    first.parent.mkdir(parents=True, exist_ok=True)
+    for number in itertools.count(1):
+        folder = first if number == 1 else first.with_name(f"{first.name}-{number}")
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir()
+            break
+    return folder
 
 
 def _of_host(cluster: Cluster, environ: Mapping[str, str]) -> tuple[Mapping[str, str], tuple[int, ...]]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from baton.cluster import THIS_HOST, Cluster, Endpoint, Instance, Role
-from baton.launch.cluster_run import PROXY, WAITING, here, probe_of
+from baton.launch.cluster_run import PROXY, WAITING, here, probe_of, unknown_here
 from baton.launch.commands import Command
 from baton.launch.errors import LaunchError
 from baton.launch.phases import STARTING
@@ -23,7 +23,7 @@ from baton.launch.ports import claims_of, instance_claims
 from baton.launch.preflight import check_ports
 from baton.launch.problem import Problem
 from baton.launch.proxy_client import ProxyClient, ProxyRefused
-from baton.launch.record import ClusterRecord, ProcessRecord, created_at, save
+from baton.launch.record import ClusterRecord, ProcessRecord, created_at, forget, runs, save, sessions_of, strays
 from baton.launch.rotation import rotate
 from baton.launch.shapes import ranks_of, side_channels
 from baton.launch.supervisor import HASTY_SECONDS, POLL_SECONDS, Child, ChildDied, Supervisor, died, look_at
@@ -62,12 +62,14 @@ class Fortune:
     """What became of one process before.
 
     Attributes:
+        boots: how often it was started.
         failures: starts in a row that did not last.
         last: why the last one ended.
         again_at: when it is started again, on the monotonic clock; None when nobody waits for that.
         draining: it gets nothing new.
     """
 
+    boots: int = 0
     failures: int = 0
     last: str | None = None
     again_at: float | None = None
@@ -113,6 +115,7 @@ class Operator:
         self._fortunes: dict[str, Fortune] = {}
         # One change at a time; looking is always allowed.
         self._change = asyncio.Lock()
+        self._changes: set[asyncio.Task[Any]] = set()
         self._open = False
         self._wake = asyncio.Event()
         self._reviving: dict[str, asyncio.Task[None]] = {}
@@ -122,27 +125,45 @@ class Operator:
         return self.record.cluster
 
     async def begin(self, left: Sequence[ProcessRecord] = ()) -> None:
-        """Take over what is *left* of it, and start the rest."""
+        """Take over what still runs of *left*, the processes that a supervisor which is gone had, and start the rest.
+
+        What those that died have left is ended before, and their logs are kept.
+        """
+        known = {process.name: process for process in left if runs(process)}
+        if left:
+            for name in here(self.cluster, self.record.node):
+                self.fortune(name).boots = 1
+            for each in left:
+                self.fortune(each.name).boots = each.boots
+            await self.supervisor.sweep(sessions_of(known.values()))
         save(self.record, self._environ)
-        known = {process.name: process for process in left}
         for name in here(self.cluster, self.record.node):
             process = known.get(name)
-            probe = probe_of(self.cluster, name)
             if process is not None:
                 with contextlib.suppress(ProcessLookupError):
-                    self.supervisor.adopt(process, probe)
+                    self.supervisor.adopt(process, probe_of(self.cluster, name))
                     continue
-            boots = 1 if process is None else process.boots + 1
-            phase = STARTING if name != PROXY else WAITING
-            await self.supervisor.start(name, self._command_of(self.cluster, name), probe, phase, boots)
-            self.write()
+            await self._start(name, STARTING if name != PROXY else WAITING)
         self.write()
-        if left:
+        if known:
             await self._recall_drained(known)
 
     def opens(self) -> None:
         """Take changes from now on: all of it has answered."""
         self._open = True
+
+    async def close(self) -> None:
+        """End what is under way, then every process, and forget the cluster: its one end, by whatever way it comes."""
+        self._open = False
+        tasks = [*self._changes, *self._reviving.values()]
+        for task in tasks:
+            task.cancel()
+        # Only now does nobody start anything any more.
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self.supervisor.stop()
+        # What could not be ended is still to be found by `baton down`.
+        if not strays(self.record.run):
+            forget(self.record, self._environ)
 
     def write(self) -> None:
         """Bring the record on disk up to date."""
@@ -170,19 +191,18 @@ class Operator:
         try:
             while True:
                 await self._until_something_ends()
-                for child in [each for each in self.supervisor.children if each.process.returncode is not None]:
+                for child in self.supervisor.ended():
                     if not self._keeping.restarts:
                         raise died(child)
-                    await self._bury(child)
+                    self._revive(child)
         finally:
-            tasks = [rotating, *self._reviving.values()]
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            rotating.cancel()
+            await asyncio.gather(rotating, return_exceptions=True)
 
     async def _until_something_ends(self) -> None:
         self._wake.clear()
-        waits = [asyncio.ensure_future(child.process.wait()) for child in self.supervisor.children]
+        watched = [child for child in self.supervisor.children if child.ending is None]
+        waits = [asyncio.ensure_future(child.process.wait()) for child in watched]
         waits.append(asyncio.ensure_future(self._wake.wait()))
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
@@ -190,26 +210,26 @@ class Operator:
             for wait in waits:
                 wait.cancel()
 
-    async def _bury(self, child: Child) -> None:
-        """Clear away what a process that ended has left, and see to its next start."""
-        said = str(died(child))
-        fortune = self.fortune(child.name)
+    def _revive(self, child: Child) -> None:
+        """Clear away what a process that ended has left, and start it again: in a task that `_stop` can call off.
+
+        All that others must know is so when this returns: there is no moment at which nobody owns its next start.
+        """
+        name, said, fortune = child.name, str(died(child)), self.fortune(child.name)
         steady = child.ready_after is not None and child.seconds_ready > STEADY_SECONDS
         fortune.failures = 1 if steady else fortune.failures + 1
         fortune.last = said
-        await self.supervisor.end(child, HASTY_SECONDS)
         seconds = wait_before(fortune.failures)
+        fortune.again_at = time.monotonic() + seconds
         logger.warning("%s; it is started again in %.1f s", said, seconds)
-        self.write()
-        self._revive(child.name, child.boots + 1, seconds)
+        cleared = self.supervisor.end(child, HASTY_SECONDS)
 
-    def _revive(self, name: str, boots: int, seconds: float) -> None:
         async def revive() -> None:
-            fortune = self.fortune(name)
-            fortune.again_at = time.monotonic() + seconds
+            await cleared
+            self.write()
             await asyncio.sleep(seconds)
             fortune.again_at = None
-            child = await self._start(name, boots)
+            child = await self._start(name)
             # Whether it dies on the way is seen by keep(), which buries it.
             with contextlib.suppress(ChildDied):
                 await self._until_ready(child)
@@ -217,6 +237,9 @@ class Operator:
                     await self._drain_again()
 
         task = asyncio.create_task(revive())
+        # The one that started this child, and still waits for its first answer, is done as well.
+        if (former := self._reviving.get(name)) is not None:
+            former.cancel()
         self._reviving[name] = task
         task.add_done_callback(lambda done: self._revived(name, done))
 
@@ -227,9 +250,10 @@ class Operator:
             logger.error("%s was not started again: %s", name, error)
             self.fortune(name).last = str(error)
 
-    async def _start(self, name: str, boots: int) -> Child:
-        command = self._command_of(self.cluster, name)
-        child = await self.supervisor.start(name, command, probe_of(self.cluster, name), boots=boots)
+    async def _start(self, name: str, phase: str = STARTING) -> Child:
+        command, fortune = self._command_of(self.cluster, name), self.fortune(name)
+        fortune.boots += 1
+        child = await self.supervisor.start(name, command, probe_of(self.cluster, name), phase, fortune.boots)
         self.write()
         self._wake.set()
         return child
@@ -266,7 +290,7 @@ class Operator:
 
     def status(self) -> list[dict[str, Any]]:
         """What is known here of each process: its name, what it does, since when, and how it fared."""
-        rows, children = [], {each.name: each for each in self.supervisor.children}
+        rows, children = [], {each.name: each for each in self.supervisor.children if each.ending is None}
         engines = {each.id: each for each in self.cluster.instances}
         for name in here(self.cluster, self.record.node):
             endpoint, child, fortune = engines.get(name), children.get(name), self.fortune(name)
@@ -278,7 +302,7 @@ class Operator:
                     "state": state_of(child, fortune),
                     "pid": None if child is None else child.process.pid,
                     "seconds": None if child is None else round(time.monotonic() - child.started, 1),
-                    "boots": 0 if child is None else child.boots,
+                    "boots": fortune.boots,
                     "failures": fortune.failures,
                     "last_failure": fortune.last,
                     "restart_in_seconds": None
@@ -293,14 +317,21 @@ class Operator:
 
     @contextlib.asynccontextmanager
     async def _changing(self) -> AsyncIterator[None]:
-        """
+        """One change, made by a task of its own, which is cancelled when all of it ends.
+
         Raises:
             LaunchError: it is still starting.
         """
         if not self._open:
             raise LaunchError("the cluster is still starting: `baton status` tells how far it is; then try again")
-        async with self._change:
-            yield
+        task = asyncio.current_task()
+        assert task is not None
+        self._changes.add(task)
+        try:
+            async with self._change:
+                yield
+        finally:
+            self._changes.discard(task)
 
     async def scale(self, wanted: Mapping[Role, int], say: Say) -> None:
         """Start or stop instances until there are as many of each role as *wanted*.
@@ -325,6 +356,8 @@ class Operator:
                     await self._stop(instance.id)
                     others = tuple(each for each in self.cluster.instances if each.id != instance.id)
                     self._become(others)
+                    # Another one of its name starts with a clean slate.
+                    del self._fortunes[instance.id]
                     say(f"{instance.id} is stopped")
 
     async def _grow(self, role: Role, more: int, say: Say) -> None:
@@ -342,15 +375,20 @@ class Operator:
         before = self.cluster.instances
         self._become(grown)
         try:
-            children = [await self._start(each.id, 1) for each in fresh]
+            children = [await self._start(each.id) for each in fresh]
             say(f"starting {', '.join(each.id for each in fresh)}")
             await asyncio.gather(*map(self._until_ready, children))
             for each in fresh:
                 await self._proxy.add(as_endpoint(each))
                 say(f"{each.id} serves at {each.url}")
-        except BaseException:
+        except Exception:
             for each in fresh:
+                # The proxy may have taken in some of them.
+                with contextlib.suppress(ProxyRefused):
+                    await self._proxy.drain(each.url, self._keeping.drain_seconds)
+                    await self._proxy.remove(each.url)
                 await self._stop(each.id)
+                self._fortunes.pop(each.id, None)
             self._become(before)
             raise
 
@@ -373,6 +411,8 @@ class Operator:
             ProxyRefused: the proxy does not go along.
         """
         async with self._changing():
+            if PROXY in names and PROXY not in here(self.cluster, self.record.node):
+                raise LaunchError(unknown_here(self.cluster, self.record.node, PROXY))
             chosen = self._named([name for name in names if name != PROXY])
             for instance in chosen:
                 await self._drain(instance, say)
@@ -386,11 +426,11 @@ class Operator:
                 say("the proxy serves again")
 
     async def _restart(self, name: str, say: Say) -> None:
-        boots = await self._stop(name) + 1
+        await self._stop(name)
         say(f"{name} is stopped; starting it again")
         self.fortune(name).failures = 0
         try:
-            await self._until_ready(await self._start(name, boots))
+            await self._until_ready(await self._start(name))
         except ChildDied as error:
             raise LaunchError(f"{error}; it is tried again and again") from error
 
@@ -425,19 +465,17 @@ class Operator:
                 else:
                     self.fortune(each.id).draining = each.url in drained
 
-    async def _stop(self, name: str) -> int:
-        """End a process, or the plan to start it; how often it was started."""
-        reviving = self._reviving.pop(name, None)
-        if reviving is not None:
+    async def _stop(self, name: str) -> None:
+        """End a process, and the plan to start it."""
+        # What it had started may end meanwhile, and be planned anew.
+        while (reviving := self._reviving.pop(name, None)) is not None:
             reviving.cancel()
             await asyncio.gather(reviving, return_exceptions=True)
+        self.fortune(name).again_at = None
         child = self.supervisor.child(name)
-        if child is None:
-            return 1
-        await self.supervisor.end(child)
-        self._wake.set()
-        self.write()
-        return child.boots
+        if child is not None:
+            await self.supervisor.end(child)
+            self.write()
 
     def _become(self, instances: tuple[Instance, ...]) -> None:
         cluster = self.cluster.model_copy(update={"instances": instances})
@@ -447,8 +485,10 @@ class Operator:
     def _named(self, names: list[str]) -> list[Instance]:
         by_name = {each.id: each for each in self.cluster.on(self.record.node)}
         for name in names:
+            if name == PROXY in here(self.cluster, self.record.node):
+                raise LaunchError("the proxy is no instance that could be drained: there are " + ", ".join(by_name))
             if name not in by_name:
-                raise LaunchError(f"there is no instance {name!r}: there are {', '.join(by_name)}")
+                raise LaunchError(unknown_here(self.cluster, self.record.node, name))
         return [by_name[name] for name in names]
 
 

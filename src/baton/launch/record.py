@@ -6,9 +6,11 @@ One file a cluster, by name, readable by its owner alone since commands hold key
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import re
-from collections.abc import Mapping
+import time
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import psutil
@@ -21,6 +23,7 @@ RUN = "BATON_RUN"
 """The variable by which every process of one cluster is found, also one that no file tells of."""
 
 DEFAULT_NAME = "default"
+LOCK_POLL_SECONDS = 0.05
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
@@ -141,8 +144,44 @@ def save(record: ClusterRecord, environ: Mapping[str, str] = os.environ) -> None
     fresh.replace(path)
 
 
-def forget(name: str, environ: Mapping[str, str] = os.environ) -> None:
-    record_path(name, environ).unlink(missing_ok=True)
+@contextlib.contextmanager
+def holding(name: str, environ: Mapping[str, str] = os.environ, seconds: float = 0.0) -> Iterator[None]:
+    """Be the only one that starts, keeps, takes over or ends the cluster *name*; who has it is waited for so long.
+
+    A lock of this process alone: what it starts does not have it, and it is gone with the process, however that ends.
+
+    Raises:
+        LaunchError: somebody else has it, or its file cannot be made.
+    """
+    path = record_path(name, environ).with_name(f"{name}.lock")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Closed in children (PEP 446). It is never removed: another one may have just opened it.
+        lock = path.open("w")
+    except OSError as error:
+        raise LaunchError(f"cannot write {path}: {error.strerror}; $XDG_STATE_HOME names another folder") from error
+    with lock:
+        deadline = time.monotonic() + seconds
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise LaunchError(
+                        f"another command is starting or ending the cluster {name!r}: look with `baton status`, or "
+                        "give another --name"
+                    ) from None
+            time.sleep(LOCK_POLL_SECONDS)
+        yield
+
+
+def forget(record: ClusterRecord, environ: Mapping[str, str] = os.environ) -> None:
+    """Remove the file of *record*; that of another run of its name stays."""
+    with contextlib.suppress(LaunchError):
+        stored = load(record.name, environ)
+        if stored is not None and stored.run == record.run:
+            record_path(record.name, environ).unlink(missing_ok=True)
 
 
 def known_names(environ: Mapping[str, str] = os.environ) -> list[str]:
@@ -164,6 +203,19 @@ def runs(process: ProcessRecord) -> bool:
         found = psutil.Process(process.pid)
         return found.create_time() == process.created and found.status() != psutil.STATUS_ZOMBIE
     return False
+
+
+def sessions_of(processes: Iterable[ProcessRecord]) -> frozenset[int]:
+    """The sessions of *processes* and of all that they started."""
+    found: set[int] = set()
+    for process in processes:
+        with contextlib.suppress(psutil.Error, OSError):
+            family = psutil.Process(process.pid).children(recursive=True)
+            found.add(process.pid)
+            for each in family:
+                with contextlib.suppress(OSError):
+                    found.add(os.getsid(each.pid))
+    return frozenset(found)
 
 
 def strays(run: str, known: frozenset[int] = frozenset()) -> list[int]:

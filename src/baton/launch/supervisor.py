@@ -21,7 +21,7 @@ from typing import Any
 from baton.launch.commands import Command
 from baton.launch.leftovers import session_alive, shared_memory_of
 from baton.launch.phases import STARTING, phase_of, reason_of
-from baton.launch.record import RUN, ProcessRecord
+from baton.launch.record import RUN, ProcessRecord, strays
 
 POLL_SECONDS = 0.2
 STOP_SECONDS = 8.0
@@ -99,7 +99,7 @@ class Adopted:
         self._end.set_result(UNKNOWN_CODE)
 
 
-@dataclass
+@dataclass(eq=False)
 class Child:
     """A process that we started.
 
@@ -110,6 +110,7 @@ class Child:
         phase: what it is doing.
         ready_after: seconds from its start to its first good answer.
         boots: how often it was started.
+        ending: ends it with all that it forked; None as long as nobody wants that.
     """
 
     name: str
@@ -122,6 +123,7 @@ class Child:
     read_to: int = 0
     boots: int = 1
     phases: list[tuple[str, float]] = field(default_factory=list)
+    ending: asyncio.Task[None] | None = None
 
     @property
     def seconds_ready(self) -> float:
@@ -140,6 +142,9 @@ class Supervisor:
         logs: the folder for their logs, made when missing.
         run: what marks all of them (:data:`baton.launch.record.RUN`).
         scratch: the folder of one that has gone, when its children are taken over.
+
+    Attributes:
+        children: those that run, and those that have ended or are being ended until nothing is left of them.
 
     Use as an async context manager: leaving it, by whatever way, stops every child and removes
     what they left in shared memory and in the scratch folder.
@@ -203,10 +208,19 @@ class Supervisor:
         self.children.append(child)
         return child
 
-    async def end(self, child: Child, grace: float = STOP_SECONDS) -> None:
-        """End one child with all that it forked; whoever watches does not take it for one that died."""
-        self.children.remove(child)
+    def end(self, child: Child, grace: float | None = None) -> asyncio.Future[None]:
+        """End one child with all that it forked; whoever watches does not take it for one that died.
+
+        It has begun once this returns, and is done once what is returned is. It goes on when whoever waits for that is
+        cancelled; who asks again waits for the same end.
+        """
+        if child.ending is None:
+            child.ending = asyncio.create_task(self._end(child, STOP_SECONDS if grace is None else grace))
+        return asyncio.shield(child.ending)
+
+    async def _end(self, child: Child, grace: float) -> None:
         await _end(child.process.pid, child.process, grace)
+        self.children.remove(child)
 
     def child(self, name: str) -> Child | None:
         return next((each for each in self.children if each.name == name), None)
@@ -269,19 +283,28 @@ class Supervisor:
 
     def check_alive(self) -> None:
         """Raise ChildDied when a child has ended."""
-        for child in self.children:
-            if child.process.returncode is not None:
-                raise died(child)
+        for child in self.ended():
+            raise died(child)
+
+    def ended(self) -> list[Child]:
+        """Those that ended by themselves, and have not been seen to yet."""
+        return [each for each in self.children if each.process.returncode is not None and each.ending is None]
 
     async def stop(self) -> None:
         """End every child with all that it forked, and remove what they leave; can be called again."""
-        children, self.children = self.children, []
+        children = list(self.children)
         # Before everything answers there is no request to finish, and whoever waits wants the reason now.
         serving = all(child.ready_after is not None for child in children)
         grace = STOP_SECONDS if serving and all(map(_runs, children)) else HASTY_SECONDS
-        await asyncio.gather(*(_end(child.process.pid, child.process, grace) for child in children))
+        await asyncio.gather(*(self.end(child, grace) for child in children))
+        await self.sweep()
         if self._scratch is not None:
             shutil.rmtree(self._scratch, ignore_errors=True)
+
+    async def sweep(self, known: frozenset[int] = frozenset()) -> None:
+        """End what else belongs to the run, but for the sessions *known*, whoever started it."""
+        if self.run:
+            await asyncio.gather(*(end_session(group, HASTY_SECONDS) for group in strays(self.run, known)))
 
 
 def died(child: Child) -> ChildDied:
