@@ -14,6 +14,7 @@ from baton.cluster import THIS_HOST, Cluster, Device, Endpoint, Instance, Role, 
 from baton.launch.allot import allot_cpus, allot_devices
 from baton.launch.cluster_file import ClusterFile, EngineDefaults, EngineEntry
 from baton.launch.commands import DEFAULT_PORTS, DEFAULT_SIDE_CHANNEL_PORTS
+from baton.launch.doors import check_doors
 from baton.launch.errors import LaunchError
 from baton.launch.ports import means_here, port_owners
 from baton.launch.shapes import ranks_of, side_channels
@@ -99,7 +100,8 @@ def plan_file(file: ClusterFile, flags: Flags, cpus: Sequence[int], numa: Sequen
         numa: the cores of each of its NUMA nodes.
 
     Raises:
-        LaunchError: flags and file don't go together, a port or device has two owners or is none, a core is not here.
+        LaunchError: flags and file don't go together, a port or device has two owners or is none, a core is not here,
+            or a server would listen elsewhere than planned.
     """
     places = [place for role in Role for place in _places(file, flags, role)]
     device = flags.device or file.device
@@ -134,6 +136,7 @@ def plan_file(file: ClusterFile, flags: Flags, cpus: Sequence[int], numa: Sequen
         instances=tuple(_instance(flags, each, cores, devices) for each in places),
     )
     port_owners(cluster)
+    check_doors(cluster)
     return cluster
 
 
