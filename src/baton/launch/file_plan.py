@@ -108,14 +108,20 @@ def plan_file(file: ClusterFile, flags: Flags, cpus: Sequence[int], numa: Sequen
     nodes = dict.fromkeys(place.node for place in places)
     cores: dict[str, tuple[int, ...]] = {}
     devices: dict[str, tuple[int, ...]] = {}
+    host_cores: dict[str, tuple[int, ...]] = {}
+    host_devices: dict[str, tuple[int, ...]] = {}
     for node in nodes:
         mine, part = [place for place in places if place.node == node], file.hosts.get(node)
         given = () if part is None else part.numa or ((part.cpus,) if part.cpus else ())
         pools = given or ((numa or (cpus,)) if len(nodes) == 1 else ())
+        if pools:
+            host_cores[node] = tuple(sorted({core for pool in pools for core in pool}))
         cores |= allot_cpus(node, [(each.name, each.entry.cpus) for each in mine], pools, shared=device in _SHARES)
         if device in (Device.CUDA, Device.NEURON):
             has = None if part is None else part.devices
             devices |= allot_devices(node, [(each.name, _own(each), _needs(each)) for each in mine], has)
+            if has is not None:
+                host_devices[node] = has
     proxy_node, proxy_host = _proxy_place(file, flags, next(iter(nodes)))
     transport = Transport(
         backend=flags.transport.backend or file.transfer_backend,
@@ -133,6 +139,8 @@ def plan_file(file: ClusterFile, flags: Flags, cpus: Sequence[int], numa: Sequen
         proxy_port=flags.proxy_port or file.proxy.port or 8000,
         proxy_node=proxy_node,
         proxy_flags=(*file.proxy.words(), *flags.proxy_flags),
+        devices=host_devices,
+        cpus=host_cores,
         instances=tuple(_instance(flags, each, cores, devices) for each in places),
     )
     port_owners(cluster)
