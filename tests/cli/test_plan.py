@@ -140,6 +140,31 @@ def test_check_looks_at_this_machine_too(model: str, capsys: pytest.CaptureFixtu
     assert "too little memory" in capsys.readouterr().err
 
 
+def test_check_counts_the_kv_cache_that_a_file_gives_an_engine(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    api, other, side, other_side, proxy = free_ports(5)
+    path = tmp_path / "c.yaml"
+    path.write_text(
+        f"model: {model}\ndefaults: {{environ: {{VLLM_CPU_KVCACHE_SPACE: 100000}}}}\nproxy: {{port: {proxy}}}\n"
+        f"prefill: {{port: {api}, side_channel_port: {side}}}\n"
+        f"decode: {{port: {other}, side_channel_port: {other_side}}}\n"
+    )
+    assert main(["plan", "--check", "-f", str(path)]) == 1
+    assert "too little memory: the engines need about 2147" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("size", ["x", "1.5G", "\u00b2", "9" * 5000, "-1", ""])
+def test_a_kv_cache_of_a_size_that_is_none_is_refused(
+    model: str, size: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", model, "--", f"--kv-cache-memory-bytes={size}"]) == 2
+    assert f"--kv-cache-memory-bytes {size!r} is not a number of bytes, such as" in capsys.readouterr().err
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", size)
+    assert main(["plan", model]) == (2 if size else 0)
+    assert not size or f"VLLM_CPU_KVCACHE_SPACE={size!r} is not a whole number of GiB" in capsys.readouterr().err
+
+
 def test_hosts_are_shown_with_their_addresses(hosts: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "-f", hosts]) == 0
     lines = capsys.readouterr().out.splitlines()

@@ -18,6 +18,7 @@ from baton.launch.preflight import (
     check_memory,
     check_ports,
     estimate,
+    estimates,
     expert_share,
     weight_bytes,
 )
@@ -48,6 +49,24 @@ def engine(folder: Path, *flags: str) -> Command:
 def test_memory_is_weights_kv_and_overhead(tmp_path: Path) -> None:
     assert estimate(engine(tmp_path, "--kv-cache-memory-bytes", "500"), {}).total == 500 + ENGINE_OVERHEAD_BYTES
     assert estimate(engine(tmp_path), {"VLLM_CPU_KVCACHE_SPACE": "2"}).total == (2 << 30) + ENGINE_OVERHEAD_BYTES
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("500", 500), ("100G", 100 << 30), ("2g", 2 * 10**9), ("25.6k", 25_600), ("1T", 1 << 40), (" 1m ", 10**6)],
+)
+def test_the_kv_cache_is_counted_in_the_words_that_vllm_takes(tmp_path: Path, text: str, size: int) -> None:
+    assert estimate(engine(tmp_path, "--kv-cache-memory-bytes", text), {}).kv_cache == size
+
+
+def test_the_commands_own_environment_counts_and_wins_over_the_shells_and_the_flag(tmp_path: Path) -> None:
+    argv = engine(tmp_path, "--kv-cache-memory-bytes", "500").argv
+    own, shell = {"VLLM_CPU_KVCACHE_SPACE": "100000"}, {"VLLM_CPU_KVCACHE_SPACE": "1"}
+    (problem,) = check_memory([Command(own, argv)], shell)
+    assert "the engines need about 107375.3 GB" in problem.what
+    assert "VLLM_CPU_KVCACHE_SPACE" in problem.what
+    assert estimate(Command({}, argv), shell).kv_cache == 1 << 30
+    assert estimates({"P0": Command(own, argv), "D0": Command({}, argv)}, shell)["D0"].kv_cache == 1 << 30
 
 
 def test_a_large_vocabulary_takes_its_embedding_three_times_more(tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ from baton.launch.errors import LaunchError
 from baton.launch.model_config import has_state, read_config
 from baton.launch.shapes import ranks_of
 from baton.models import ResolvedModel
+from baton.numbers import decimal, human_size
 
 DEFAULT_PORTS = {Role.PREFILL: 8100, Role.DECODE: 8200}
 DEFAULT_SIDE_CHANNEL_PORTS = {Role.PREFILL: 5559, Role.DECODE: 5659}
@@ -40,6 +41,8 @@ STATIC_SHAPES_FLAG = "--static-shapes"
 """Stands among the engine's flags, so that it can differ from engine to engine; vLLM never sees it."""
 SIDE_CHANNEL_HOST = "VLLM_NIXL_SIDE_CHANNEL_HOST"
 SIDE_CHANNEL_PORT = "VLLM_NIXL_SIDE_CHANNEL_PORT"
+KV_SPACE = "VLLM_CPU_KVCACHE_SPACE"
+"""GiB of KV cache of a worker on CPU; it wins over the flag (vllm 0.32, platforms/cpu.py)."""
 STATE_LAYOUT = "VLLM_SSM_CONV_STATE_LAYOUT"
 
 
@@ -125,6 +128,7 @@ def engine_command(
     port = _int_flag(args, "--port")
     if port is not None and not 0 < port < 65536:
         raise LaunchError(f"--port {port} is not a port number (1 to 65535)")
+    _check_kv_cache(args, environ)
     flags: list[str] = []
     for name, value in _defaults(request, model, install, environ):
         if flag_value(args, name) is None and not _negated(args, name):
@@ -251,6 +255,16 @@ def _int_flag(args: Sequence[str], name: str) -> int | None:
     if not text.isdigit():
         raise LaunchError(f"{name} {text!r} is not a whole number")
     return int(text)
+
+
+def _check_kv_cache(args: Sequence[str], environ: Mapping[str, str]) -> None:
+    """Sizes that are not understood cannot be held against the memory that is free."""
+    given = flag_value(args, "--kv-cache-memory-bytes")
+    if given is not None and human_size(given) is None:
+        raise LaunchError(f"--kv-cache-memory-bytes {given!r} is not a number of bytes, such as 1073741824, 1G or 1.5g")
+    space = environ.get(KV_SPACE)
+    if space and decimal(space) is None:
+        raise LaunchError(f"{KV_SPACE}={space!r} is not a whole number of GiB, such as 4")
 
 
 def json_flag(args: Sequence[str], name: str) -> dict[str, Any]:
@@ -401,7 +415,7 @@ def _defaults(
     """Flags that we add unless the user gave them himself."""
     defaults: list[tuple[str, str | None]] = [("--served-model-name", model.served_name), *model.engine_flags]
     if install.device == "cpu":
-        if "VLLM_CPU_KVCACHE_SPACE" not in environ:
+        if not environ.get(KV_SPACE):
             defaults.append(("--kv-cache-memory-bytes", str(DEFAULT_KV_CACHE_BYTES)))
         # With static shapes Baton compiles itself, and --enforce-eager would be a wish to leave it: but for components
         # that replicas share, which nothing compiles.

@@ -19,7 +19,7 @@ import psutil
 
 from baton.cluster import Cluster, Device, Role
 from baton.launch.cluster_run import install_for
-from baton.launch.commands import DEFAULT_KV_CACHE_BYTES, Command, flag_value, without_flag
+from baton.launch.commands import DEFAULT_KV_CACHE_BYTES, KV_SPACE, Command, flag_value, without_flag
 from baton.launch.components import components_problems, saved_share
 from baton.launch.devices import EngineInstall, nixl_version
 from baton.launch.fits import check_alone, check_fits
@@ -32,6 +32,7 @@ from baton.launch.shapes import experts_problem, ranks_of, side_channels
 from baton.launch.speculative import check_speculative
 from baton.launch.static_shapes import check_static_shapes
 from baton.launch.versions import known_of
+from baton.numbers import decimal, human_size
 
 ENGINE_OVERHEAD_BYTES = 1_100_000_000
 """What an engine's three forked processes take beside weights and KV cache (docs/performance.md): 0.28 GB each of their
@@ -345,7 +346,8 @@ def check_memory(commands: list[Command], environ: Mapping[str, str] = os.enviro
         Problem(
             f"too little memory: the engines need about {needed / 1e9:.1f} GB ({each}; weights, KV cache "
             f"and {ENGINE_OVERHEAD_BYTES / 1e9:.1f} GB of overhead each) and {free / 1e9:.1f} GB are free. "
-            "Lower --kv-cache-memory-bytes, use a smaller model or --dtype bfloat16, or stop something."
+            f"Lower --kv-cache-memory-bytes (or {KV_SPACE}, where that is set), "
+            "use a smaller model or --dtype bfloat16, or stop something."
         )
     ]
 
@@ -382,14 +384,18 @@ def estimate(command: Command, environ: Mapping[str, str] = os.environ) -> Estim
     saved = int(weights * saved_share(command.argv, tensor_bytes(folder))) if ranks.local > 1 else 0
     vocabulary = int(VOCABULARY_COPIES * weights * vocabulary_share(folder)) * ranks.local
     weights += int(weights * (1 - expert_share(folder))) * (ranks.local - 1) - saved * ranks.local
-    kv = flag_value(command.argv, "--kv-cache-memory-bytes")
-    space = environ.get("VLLM_CPU_KVCACHE_SPACE", "")
-    if kv and kv.isdigit():
-        kv_bytes = int(kv)
-    else:
-        kv_bytes = int(space) << 30 if space.isdigit() else DEFAULT_KV_CACHE_BYTES
+    kv_bytes = _kv_cache_bytes(command, environ)
     overhead = ENGINE_OVERHEAD_BYTES + WORKER_OVERHEAD_BYTES * (ranks.workers - 1)
     return Estimate(weights, vocabulary, kv_bytes * ranks.workers, overhead)
+
+
+def _kv_cache_bytes(command: Command, environ: Mapping[str, str]) -> int:
+    """Bytes of KV cache of one worker: as the environment says, the command's own first, then the flag."""
+    space = decimal(command.environ.get(KV_SPACE, environ.get(KV_SPACE)))
+    if space is not None:
+        return space << 30
+    kv = human_size(flag_value(command.argv, "--kv-cache-memory-bytes") or "")
+    return DEFAULT_KV_CACHE_BYTES if kv is None else kv
 
 
 def estimates(commands: Mapping[str, Command], environ: Mapping[str, str] = os.environ) -> dict[str, Estimate]:
@@ -397,11 +403,10 @@ def estimates(commands: Mapping[str, Command], environ: Mapping[str, str] = os.e
     seen: dict[tuple[str, ...], Estimate] = {}
     made = {}
     for name, command in commands.items():
-        told = environ.get("VLLM_CPU_KVCACHE_SPACE", "")
-        space = command.environ.get("VLLM_CPU_KVCACHE_SPACE", told)
+        space = command.environ.get(KV_SPACE, environ.get(KV_SPACE, ""))
         key = (space, *without_flag(without_flag(command.argv, "--port"), "--host"))
         if key not in seen:
-            seen[key] = estimate(command, {"VLLM_CPU_KVCACHE_SPACE": space})
+            seen[key] = estimate(command, environ)
         made[name] = seen[key]
     return made
 
