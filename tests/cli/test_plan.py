@@ -87,6 +87,26 @@ def test_a_script_a_host_runs_that_hosts_share(hosts: str, tmp_path: Path, capsy
     assert f"{hosts} plans 2 hosts (a, b): --host c is none of them" in capsys.readouterr().err
 
 
+def test_hosts_whose_scripts_would_be_one_are_refused_before_any_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("model: /m\nhosts: {a/b: 10.0.0.1, a_b: 10.0.0.2}\nprefill: 1\ndecode: 1\n")
+    assert main(["plan", "-f", str(path), "--output", str(tmp_path / "out")]) == 2
+    assert f"the hosts a/b and a_b would both be {tmp_path}/out/a_b.sh: rename one" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_json_and_scripts_are_both_had_and_json_stands_alone_on_stdout(
+    hosts: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "-f", hosts, "--json", "--output", str(tmp_path / "out")]) == 0
+    assert [host["name"] for host in json.loads(capsys.readouterr().out)["hosts"]] == ["a", "b"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["a.sh", "b.sh"]
+    assert main(["plan", "--schema", "--output", str(tmp_path)]) == 2
+    assert "--schema prints the schema and writes no scripts: leave --output out" in capsys.readouterr().err
+
+
 def test_the_scripts_words_arrive_as_planned(hosts: str, tmp_path: Path) -> None:
     """Run with a program in Python's place that prints what it gets."""
     fake = tmp_path / "fake"

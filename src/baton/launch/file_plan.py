@@ -6,6 +6,7 @@ A flag wins over the file, the file over the environment.
 from __future__ import annotations
 
 import difflib
+import ipaddress
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -101,9 +102,10 @@ def plan_file(file: ClusterFile, flags: Flags, cpus: Sequence[int], numa: Sequen
 
     Raises:
         LaunchError: flags and file don't go together, a port or device has two owners or is none, a core is not here,
-            or a server would listen elsewhere than planned.
+            two hosts have one address, or a server would listen elsewhere than planned.
     """
     places = [place for role in Role for place in _places(file, flags, role)]
+    _check_hosts(file, places)
     device = flags.device or file.device
     nodes = dict.fromkeys(place.node for place in places)
     cores: dict[str, tuple[int, ...]] = {}
@@ -281,6 +283,31 @@ def _node(file: ClusterFile, host: str, key: str) -> tuple[str, str]:
     close = difflib.get_close_matches(host, file.hosts, 1)
     hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(list(file.hosts)[:8])}"
     raise LaunchError(f"{key} is {host!r}, and the file's hosts have no such name or address: {hint}")
+
+
+def _check_hosts(file: ClusterFile, places: Sequence[Place]) -> None:
+    """
+    Raises:
+        LaunchError: two hosts have one address, so that one machine would be planned as two.
+    """
+    found = [(name, part.address or name) for name, part in file.hosts.items()]
+    found += [(place.node, place.address) for place in places if place.node != THIS_HOST]
+    names: dict[str, str] = {}
+    for name, address in found:
+        first = names.setdefault(_canonical(address), name)
+        if first != name:
+            raise LaunchError(
+                f"the hosts {first} and {name} have one address, {address}: they would be planned as two machines; "
+                "drop one of them, or correct its address"
+            )
+
+
+def _canonical(address: str) -> str:
+    """One spelling for all of an address."""
+    try:
+        return str(ipaddress.ip_address(address))
+    except ValueError:
+        return address.lower()
 
 
 def _named(address: str) -> str:
