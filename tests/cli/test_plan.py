@@ -260,6 +260,37 @@ def test_init_never_touches_a_file_that_is_there(tmp_path: Path, capsys: pytest.
     assert main(["init", str(path), "--hosts", "a", "a"]) == 2
 
 
+@pytest.mark.parametrize("force", [[], ["--force"]])
+def test_init_writes_no_json(force: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "keep.json"
+    if force:
+        path.write_text("{}")
+    assert main(["init", str(path), "--decode", "2", *force]) == 2
+    assert f"{path}: what is written is YAML with comments, and .json is read as JSON: call" in capsys.readouterr().err
+    assert [each.read_text() for each in tmp_path.iterdir()] == (["{}"] if force else [])
+
+
+def test_init_replaces_a_file_only_by_one_that_reads_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("# mine\n")
+    link = tmp_path / "link.yaml"
+    link.symlink_to(path)
+    monkeypatch.setattr("baton.cli.init.written", lambda *_: "model: [\n")
+    assert main(["init", str(link), "--force"]) == 2
+    assert f"{link}, line 2: not YAML: " in capsys.readouterr().err
+    assert path.read_text() == "# mine\n"
+    monkeypatch.undo()
+    path.chmod(0o600)
+    assert main(["init", str(link), "--force"]) == 0
+    assert link.is_symlink() and "replicas: 1" in path.read_text()
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["link.yaml", "mine.yaml"]
+    assert main(["init", str(tmp_path), "--force"]) == 2
+    assert f"{tmp_path} is no file: name another" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("model", ["org/name", "./m", "true", "123", "a b: #c", "/x/y-z_1.5"])
 def test_any_model_is_written_so_that_it_reads_back(tmp_path: Path, model: str) -> None:
     path = tmp_path / "c.yaml"

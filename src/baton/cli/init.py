@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,6 +21,10 @@ T = TypeVar("T")
 def run(words: Sequence[str]) -> int:
     args = _parser().parse_all(words)
     path = Path(args.file).expanduser()
+    if path.suffix == ".json":
+        raise Failure(f"{path}: what is written is YAML with comments, and .json is read as JSON: call it .yaml", 2)
+    if path.exists() and not path.is_file():
+        raise Failure(f"{path} is no file: name another", 2)
     if path.exists() and not args.force:
         raise Failure(
             f"{path} exists, and its comments are yours: name another, edit it, or give --force to replace it",
@@ -27,17 +33,34 @@ def run(words: Sequence[str]) -> int:
     if not path.parent.is_dir():
         raise Failure(f"cannot write {path}: there is no folder {path.parent}")
     wish = _asked(path) if sys.stdin.isatty() and not _described(words) else _wish(args)
-    try:
-        path.write_text(written(wish, path.name))
-        # What we write must be what we read.
-        read_cluster_file(path)
-    except OSError as error:
-        raise Failure(f"cannot write {path}: {error.strerror}") from error
-    except ClusterFileError as error:
-        raise Failure(str(error), 2) from error
+    _write(path, written(wish, path.name))
     start = f"baton up -f {args.file}" + (" --host NAME, on each host" if len(wish.hosts) > 1 else "")
     print(f"wrote {args.file}\nwhat it comes to: baton plan -f {args.file}\nstart it: {start}")
     return 0
+
+
+def _write(path: Path, text: str) -> None:
+    """Put a cluster file in its place, whole and read back, or leave what is there as it is.
+
+    Raises:
+        Failure: it cannot be written, or what we write is not what we read.
+    """
+    # A link stays one.
+    target = path.resolve()
+    # Read by its suffix.
+    fresh = target.with_name(f".{target.stem}.{os.getpid()}{target.suffix}")
+    try:
+        fresh.write_text(text)
+        read_cluster_file(fresh)
+        if target.exists():
+            shutil.copymode(target, fresh)
+        fresh.replace(target)
+    except OSError as error:
+        raise Failure(f"cannot write {path}: {error.strerror}") from error
+    except ClusterFileError as error:
+        raise Failure(str(error).replace(str(fresh), str(path)), 2) from error
+    finally:
+        fresh.unlink(missing_ok=True)
 
 
 def _described(words: Sequence[str]) -> bool:
