@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import re
 
+MOST_SERVERS = 4096
+"""Of one kind, on one host; what one types by mistake is more, and would be planned one by one."""
+MOST_RANKS = 4096
+"""Of one kind, in one engine."""
+
 _MOST_DIGITS = 18
 _SUFFIXED = re.compile(r"([0-9]{1,18})(\.[0-9]{1,18})?([kKmMgGtT])")
 _POWERS = {"k": 1, "m": 2, "g": 3, "t": 4}

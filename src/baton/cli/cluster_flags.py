@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from baton.cli.parser import Failure, Parser, add_static_shapes, add_transfer_flags, count, port_number
+from baton.cli.parser import Failure, Parser, add_static_shapes, add_transfer_flags, port_number, servers
 from baton.cli.transport import add_transport, transport_of
 from baton.cluster import Cluster, Device, Role, TransferMode
 from baton.launch import (
@@ -43,7 +43,7 @@ def add_cluster_flags(parser: Parser) -> None:
         "-f", "--cluster", metavar="FILE", help="a cluster in YAML or JSON; flags win over it (docs/reference.md)"
     )
     for role in Role:
-        parser.add_argument(f"--{role}", type=count, metavar="N", help=f"{role} servers (default: 1)")
+        parser.add_argument(f"--{role}", type=servers, metavar="N", help=f"{role} servers (default: 1)")
     parser.add_argument(
         "--device",
         choices=[str(device) for device in Device],

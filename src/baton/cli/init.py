@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from baton.cli.cluster_flags import DEFAULT_MODEL
-from baton.cli.parser import Failure, Parser, count, port_number
+from baton.cli.parser import Failure, Parser, count, port_number, servers
 from baton.cluster import Device, TransferMode
 from baton.launch import ClusterFileError, Wish, addresses, read_cluster_file, written
 
@@ -112,8 +112,8 @@ def _ask(say: Callable[[str], str] = input) -> Wish:
 
     return Wish(
         model=ask("model: an embedded one's name, a folder, or a hub id", DEFAULT_MODEL, str),
-        prefill=ask("prefill servers", "1", count),
-        decode=ask("decode servers", "1", count),
+        prefill=ask("prefill servers", "1", servers),
+        decode=ask("decode servers", "1", servers),
         hosts=ask("addresses of the hosts, with spaces between, or - for this one", "-", _hosts),
         device=ask("device: cpu, cuda, neuron, or - for what is installed", "-", _device),
         transfer_mode=ask("transfer mode: read (decode servers pull) or write (prefill servers push)", "read", _mode),
@@ -159,7 +159,7 @@ def _parser() -> Parser:
     parser.add_argument("--model", default=DEFAULT_MODEL, help=f"(default: {DEFAULT_MODEL})")
     for role in ("prefill", "decode"):
         one: dict[str, Any] = {"type": count, "default": 1, "metavar": "N"}
-        parser.add_argument(f"--{role}", help=f"{role} servers (default: 1)", **one)
+        parser.add_argument(f"--{role}", help=f"{role} servers (default: 1)", **(one | {"type": servers}))
         parser.add_argument(f"--{role}-tensor-parallel-size", help="ranks of each (default: 1)", **one)
     parser.add_argument(
         "--hosts",

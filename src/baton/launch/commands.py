@@ -29,7 +29,7 @@ from baton.launch import transports
 from baton.launch.devices import EngineInstall, neuron_transfer, visible_devices
 from baton.launch.errors import LaunchError
 from baton.launch.model_config import has_state, read_config
-from baton.launch.shapes import ranks_of
+from baton.launch.shapes import check_ranks, ranks_of
 from baton.models import ResolvedModel
 from baton.numbers import decimal, human_size
 
@@ -118,6 +118,7 @@ def engine_command(
         LaunchError: flags contradict each other, the role or the device.
     """
     args = request.vllm_args
+    check_ranks(args)
     transfer = _transfer_config(request, install)
     if install.device == "neuron":
         transfer = neuron_transfer(transfer, request.transport)
@@ -194,9 +195,10 @@ def side_channel(request: EngineRequest, environ: Mapping[str, str]) -> tuple[st
     given: Any = request.side_channel_port or in_config or environ.get(SIDE_CHANNEL_PORT)
     if given is None or given == "":
         return host, DEFAULT_SIDE_CHANNEL_PORTS[request.role]
-    if not str(given).isdigit() or not 0 < int(given) < 65536:
+    port = decimal(str(given))
+    if port is None or not 0 < port < 65536:
         raise LaunchError(f"the side channel port {given!r} is not a port number (1 to 65535)")
-    return host, int(given)
+    return host, port
 
 
 def flag_value(args: Sequence[str], name: str) -> str | None:
@@ -252,9 +254,10 @@ def _int_flag(args: Sequence[str], name: str) -> int | None:
     text = flag_value(args, name)
     if text is None:
         return None
-    if not text.isdigit():
+    value = decimal(text)
+    if value is None:
         raise LaunchError(f"{name} {text!r} is not a whole number")
-    return int(text)
+    return value
 
 
 def _check_kv_cache(args: Sequence[str], environ: Mapping[str, str]) -> None:
@@ -280,6 +283,8 @@ def json_flag(args: Sequence[str], name: str) -> dict[str, Any]:
         value = json.loads(text)
     except json.JSONDecodeError as error:
         raise LaunchError(f"{name} {text!r} is not JSON: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise LaunchError(f"{name} {text[:80]!r}...: a number in it is too long, or it is nested too deep") from error
     if not isinstance(value, dict):
         raise LaunchError(f"{name} {text!r} is not a JSON object")
     return value
@@ -305,7 +310,10 @@ def _transfer_config(request: EngineRequest, install: EngineInstall) -> dict[str
                 f"kv_buffer_device {given['kv_buffer_device']!r} does not exist on this engine's device (cpu): "
                 "leave it out"
             )
-    extra = {**_extra(request, asked), **given.get("kv_connector_extra_config", {})}
+    own = given.get("kv_connector_extra_config", {})
+    if not isinstance(own, dict):
+        raise LaunchError(f"kv_connector_extra_config {own!r} in --kv-transfer-config is not an object: write {{...}}")
+    extra = {**_extra(request, asked), **own}
     return {**config, **given, **({"kv_connector_extra_config": extra} if extra else {})}
 
 

@@ -18,7 +18,7 @@ from baton.launch.commands import DEFAULT_PORTS, DEFAULT_SIDE_CHANNEL_PORTS
 from baton.launch.doors import check_doors
 from baton.launch.errors import LaunchError
 from baton.launch.ports import means_here, port_owners
-from baton.launch.shapes import ranks_of, side_channels
+from baton.launch.shapes import check_ranks, ranks_of, side_channels
 
 
 @dataclass(frozen=True)
@@ -197,6 +197,7 @@ def _places(file: ClusterFile, flags: Flags, role: Role) -> list[Place]:
         merged = entry.over(below)
         args = (*merged.words(), *flags.common_args, *said.engine_args)
         # A rank that is not the first of its engine has its port higher up.
+        check_ranks(args)
         ranks = ranks_of(args)
         width = ranks.local if ranks.data > 1 else 1
         replicas: Counter[str] = Counter()

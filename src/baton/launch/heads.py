@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from baton.launch.commands import flag_value
+from baton.numbers import decimal
 
 CPU_BLOCK = 32
 """Tokens: attention on CPU takes blocks of a multiple of it (vllm 0.32, v1/attention/backends/cpu_attn.py)."""
@@ -61,6 +62,7 @@ def sizes_problem(prefill: int, decode: int) -> str | None:
 def block_problem(args: Sequence[str]) -> str | None:
     """Why an engine on CPU would refuse its `--block-size`, or None."""
     text = flag_value(args, "--block-size")
-    if text is None or not text.isdigit() or (int(text) > 0 and not int(text) % CPU_BLOCK):
+    tokens = decimal(text)
+    if tokens is None or (tokens > 0 and not tokens % CPU_BLOCK):
         return None
     return f"--block-size {text}: attention on CPU takes multiples of {CPU_BLOCK} tokens; drop it or give {CPU_BLOCK}"

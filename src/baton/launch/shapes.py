@@ -11,6 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from baton.launch.errors import LaunchError
+from baton.numbers import MOST_RANKS, decimal
+
 _EXPERTS = ("num_experts", "moe_num_experts", "n_routed_experts", "num_local_experts")
 """What configs call the number of experts (vllm 0.32, transformers_utils/model_arch_config_convertor.py)."""
 
@@ -60,6 +63,22 @@ def _ranks_of(args: tuple[str, ...]) -> Ranks:
         first=own or start or 0,
         spread="--enable-expert-parallel" in args or "-ep" in args,
     )
+
+
+def check_ranks(args: Sequence[str]) -> None:
+    """See that there are not so many ranks that looking at each takes for ever.
+
+    Raises:
+        LaunchError: there are.
+    """
+    sizes = ("--tensor-parallel-size", "-tp"), ("--pipeline-parallel-size", "-pp"), ("--data-parallel-size", "-dp")
+    for names in (*sizes, ("--data-parallel-size-local", "-dpl")):
+        size = _size(args, *names)
+        if size is not None and size > MOST_RANKS:
+            raise LaunchError(f"{names[0]} {size} is more than {MOST_RANKS} ranks: give fewer")
+    workers = ranks_of(args).workers
+    if workers > MOST_RANKS:
+        raise LaunchError(f"the parallel sizes of one engine come to {workers} workers, and {MOST_RANKS} is the most")
 
 
 def side_channels(port: int, ranks: Ranks) -> dict[int, str]:
@@ -129,8 +148,7 @@ def _size(args: Sequence[str], *names: str) -> int | None:
 
 
 def _number(args: Sequence[str], *names: str) -> int | None:
-    text = _value(args, *names)
-    return int(text) if text is not None and text.isdigit() else None
+    return decimal(_value(args, *names))
 
 
 def _value(args: Sequence[str], *names: str) -> str | None:
