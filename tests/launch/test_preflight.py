@@ -5,9 +5,11 @@ import os
 import socket
 import struct
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from baton.cli import main
 from baton.launch import Command, EngineInstall
 from baton.launch.preflight import (
     ENGINE_OVERHEAD_BYTES,
@@ -17,6 +19,7 @@ from baton.launch.preflight import (
     check_install,
     check_memory,
     check_ports,
+    check_weights,
     estimate,
     estimates,
     expert_share,
@@ -40,6 +43,47 @@ def test_weights_are_counted_in_the_type_they_are_served_in(tmp_path: Path, dtyp
 def test_a_broken_weight_file_is_counted_by_its_size(tmp_path: Path) -> None:
     (tmp_path / "a.safetensors").write_bytes(b"abc")
     assert weight_bytes(tmp_path, "float32") == 3
+
+
+@pytest.mark.parametrize(
+    "header", [b"[1]", b'{"w": 5}', b'{"w": {"dtype": "F32"}}', b'{"w": {"data_offsets": [1]}}', b"[" * 100_000]
+)
+def test_so_is_one_whose_header_is_another_things(tmp_path: Path, header: bytes) -> None:
+    body = struct.pack("<Q", len(header)) + header
+    (tmp_path / "a.safetensors").write_bytes(body)
+    assert weight_bytes(tmp_path, "float32") == len(body)
+    assert expert_share(tmp_path) == 0.0
+
+
+def test_weights_that_are_a_link_to_nothing_are_a_problem(tmp_path: Path) -> None:
+    (tmp_path / "a.safetensors").symlink_to(tmp_path / "blob")
+    (problem,) = check_weights([engine(tmp_path)] * 2)
+    assert problem.what.startswith(f"{tmp_path}/a.safetensors: it is a link to {tmp_path}/blob: No such file")
+    assert weight_bytes(tmp_path, None) == 0
+    assert estimate(engine(tmp_path), {}).weights == 0
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"layer_types": 5},
+        {"text_config": {"layer_types": 5}},
+        {"layer_types": [{}, []]},
+        {"architectures": 5},
+        {"architectures": [5]},
+        {"block_configs": 5},
+        {"block_configs": [{"n_routed_experts": "x"}]},
+        {"num_experts": 10**12},
+        {"num_attention_heads": 10**12 + 1},
+    ],
+)
+def test_a_config_with_values_of_other_kinds_is_left_to_vllm(
+    tmp_path: Path, config: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    # Whatever it finds: it ends, and soon.
+    assert main(["plan", str(tmp_path), "--", "--enable-expert-parallel", "-tp", "2"]) in (0, 2)
+    assert "Traceback" not in capsys.readouterr().err
 
 
 def engine(folder: Path, *flags: str) -> Command:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from baton.cli.cluster_flags import DEFAULT_MODEL
-from baton.cli.parser import Failure, Parser, count, port_number, servers
+from baton.cli.parser import Failure, Parser, count, port_number, servers, user_path
 from baton.cluster import Device, TransferMode
 from baton.launch import ClusterFileError, Wish, addresses, read_cluster_file, written
 
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 def run(words: Sequence[str]) -> int:
     args = _parser().parse_all(words)
-    path = Path(args.file).expanduser()
+    path = user_path(args.file, "FILE")
     if path.suffix == ".json":
         raise Failure(f"{path}: what is written is YAML with comments, and .json is read as JSON: call it .yaml", 2)
     if path.exists() and not path.is_file():

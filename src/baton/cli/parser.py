@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from baton.cluster import TransferMode
@@ -77,6 +78,18 @@ def add_static_shapes(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="prefill and decode never share a step, and steps have a few sizes (docs/static-shapes.md)",
     )
+
+
+def user_path(text: str, what: str) -> Path:
+    """A path as a user types it, with ``~`` for a home.
+
+    Raises:
+        Failure: it begins with the home of nobody.
+    """
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as error:
+        raise Failure(f"{what} {text!r}: there is no such home: write the path out", 2) from error
 
 
 def port_number(text: str) -> int:

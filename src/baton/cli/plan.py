@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from baton.cli.cluster_flags import add_cluster_flags, split
-from baton.cli.parser import Failure, Parser
+from baton.cli.parser import Failure, Parser, user_path
 from baton.cli.planning import find_model, one_share, refuse, shared, told
 from baton.cluster import THIS_HOST
 from baton.launch import (
@@ -82,8 +82,9 @@ def _scripts(hosts: Mapping[str, list[Process]], folder: str | None, *, said: bo
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(as_shell(name, found))
             path.chmod(0o755)
-        except OSError as error:
-            raise Failure(f"--output {folder}: cannot write {path}: {error.strerror}") from error
+        except (OSError, ValueError) as error:
+            why = error.strerror if isinstance(error, OSError) else error
+            raise Failure(f"--output {folder}: cannot write {str(path)!r}: {why}") from error
         if said:
             print(path)
 
@@ -94,9 +95,10 @@ def _paths(hosts: Iterable[str], folder: str) -> list[Path]:
     Raises:
         Failure: two of them would be one.
     """
+    folder_path = user_path(folder, "--output")
     owners: dict[Path, str] = {}
     for name in hosts:
-        path = Path(folder).expanduser() / f"{name.replace('/', '_')}.sh"
+        path = folder_path / f"{name.replace('/', '_')}.sh"
         first = owners.setdefault(path, name)
         if first != name:
             raise Failure(

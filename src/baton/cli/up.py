@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from baton.cli.cluster_flags import add_cluster_flags, split
-from baton.cli.parser import Failure, Parser, count, seconds
+from baton.cli.parser import Failure, Parser, count, seconds, user_path
 from baton.cli.planning import one_share, refuse, the_model, told
 from baton.cli.show import Progress
 from baton.cluster import Cluster, Role
@@ -75,7 +75,7 @@ def run(words: Sequence[str]) -> int:
     if left is None:
         engines = [command for name, command in commands.items() if name != PROXY]
         refuse(check_cluster(cluster, engines, install, local_model=model.local, node=node))
-    logs = left.logs if left else Path(args.log_dir).expanduser() if args.log_dir else default_logs()
+    logs = left.logs if left else user_path(args.log_dir, "--log-dir") if args.log_dir else default_logs()
     try:
         logs.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -100,6 +100,9 @@ def run(words: Sequence[str]) -> int:
         raise Failure(str(error), 1, error.last_lines) from error
     except (LaunchError, StartTimeout, TryoutFailed) as error:
         raise Failure(str(error)) from error
+    except OSError as error:
+        remedy = "mend that, or name other folders with --log-dir and XDG_STATE_HOME"
+        raise Failure(f"the cluster is down: {error}: {remedy}") from error
 
 
 def _room(commands: list[Command], *, on_cpu: bool) -> list[Problem]:

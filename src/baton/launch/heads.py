@@ -15,6 +15,10 @@ CPU_BLOCK = 32
 """Tokens: attention on CPU takes blocks of a multiple of it (vllm 0.32, v1/attention/backends/cpu_attn.py)."""
 
 
+MOST_HEADS = 1 << 16
+"""More is a mistake in a config, and is left to vLLM."""
+
+
 def heads_problem(config: Mapping[str, Any], ranks: int) -> str | None:
     """Why the heads of a model cannot be shared out among *ranks*, or None.
 
@@ -26,7 +30,7 @@ def heads_problem(config: Mapping[str, Any], ranks: int) -> str | None:
         ranks: the tensor parallel size.
     """
     heads = config.get("num_attention_heads")
-    if not isinstance(heads, int) or heads < 1 or ranks <= 1:
+    if not isinstance(heads, int) or not 0 < heads <= MOST_HEADS or ranks <= 1:
         return None
     if heads % ranks:
         fits = [size for size in range(1, heads + 1) if not heads % size and _kv_problem(config, heads, size) is None]

@@ -80,7 +80,7 @@ def check_engine(
     problems += check_alone(command, install.device)
     problems += check_components([command], install, local_model=local_model)
     if local_model:
-        problems += check_experts([command], install)
+        problems += check_experts([command], install) + check_weights([command])
     problems += check_static_shapes([command], install)
     if max(sides) > 65535:
         what = f"the side channel's last port, {max(sides)}, is beyond 65535: lower --side-channel-port"
@@ -139,7 +139,7 @@ def check_plan(
     problems = check_shape(kinds, install, local_model=local_model)
     problems += check_components(kinds, install, local_model=local_model)
     if local_model:
-        problems += check_experts(kinds, install)
+        problems += check_experts(kinds, install) + check_weights(kinds)
     problems += check_static_shapes(kinds, install)
     problems += [Problem(what, words=True) for what in check_speculative(cluster)]
     problems += check_roles(cluster, commands)
@@ -255,6 +255,21 @@ def check_shape(commands: Iterable[Command], install: EngineInstall, *, local_mo
         block = block_problem(command.argv) if install.device == "cpu" else None
         found.update(dict.fromkeys(problem for problem in (heads, block) if problem))
     return [Problem(what, words=True) for what in found]
+
+
+def check_weights(commands: Iterable[Command]) -> list[Problem]:
+    """A problem for each file of weights that cannot be opened: a link to nothing, or somebody else's."""
+    problems = []
+    for folder in dict.fromkeys(command.argv[3] for command in commands):
+        for path in sorted(Path(folder).glob("*.safetensors")):
+            try:
+                path.open("rb").close()
+            except OSError as error:
+                link = f"it is a link to {path.readlink()}" if path.is_symlink() else "it cannot be opened"
+                problems.append(
+                    Problem(f"{path}: {link}: {error.strerror}: fetch the model again, or make it readable")
+                )
+    return problems
 
 
 def check_components(commands: Iterable[Command], install: EngineInstall, *, local_model: bool) -> list[Problem]:
@@ -415,7 +430,11 @@ def weight_bytes(folder: Path, dtype: str | None) -> int:
     """Bytes of the weights in *folder* once they are served as *dtype* (None: as they are stored)."""
     total = 0
     for path in sorted(folder.glob("*.safetensors")):
-        size = path.stat().st_size
+        try:
+            size = path.stat().st_size
+        except OSError:
+            # check_weights says so.
+            continue
         stored = _STORED_BYTES.get(_stored_dtype(path), 0)
         served = _DTYPE_BYTES.get(dtype or "", 0)
         total += size * served // stored if stored and served else size
@@ -447,18 +466,25 @@ def tensor_bytes(folder: Path) -> dict[str, int]:
 
 def _stored_dtype(path: Path) -> str:
     """The type of the first tensor of a safetensors file."""
-    return next((str(entry["dtype"]) for entry in _tensors(path).values()), "")
+    return next((str(entry.get("dtype")) for entry in _tensors(path).values()), "")
 
 
 def _tensors(path: Path) -> dict[str, dict[str, Any]]:
     """What the header of a safetensors file (8 bytes of length, then JSON) says of each tensor."""
-    with path.open("rb") as handle:
-        try:
+    try:
+        with path.open("rb") as handle:
             (length,) = struct.unpack("<Q", handle.read(8))
             header = json.loads(handle.read(min(length, 100_000_000)))
-        except (struct.error, ValueError):
-            return {}
-    return {name: entry for name, entry in header.items() if name != "__metadata__"}
+    except (OSError, struct.error, ValueError, RecursionError):
+        return {}
+    if not isinstance(header, dict):
+        return {}
+    return {name: entry for name, entry in header.items() if name != "__metadata__" and _is_tensor(entry)}
+
+
+def _is_tensor(entry: Any) -> bool:
+    offsets = entry.get("data_offsets") if isinstance(entry, dict) else None
+    return isinstance(offsets, list) and len(offsets) == 2 and all(isinstance(each, int) for each in offsets)
 
 
 def available_bytes() -> int:

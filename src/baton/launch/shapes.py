@@ -17,6 +17,9 @@ from baton.numbers import MOST_RANKS, decimal
 _EXPERTS = ("num_experts", "moe_num_experts", "n_routed_experts", "num_local_experts")
 """What configs call the number of experts (vllm 0.32, transformers_utils/model_arch_config_convertor.py)."""
 
+_MOST_EXPERTS = 1 << 16
+"""More is a mistake in a config, and is left to vLLM."""
+
 
 @dataclass(frozen=True)
 class Ranks:
@@ -94,10 +97,11 @@ def experts_of(config: Mapping[str, Any]) -> int:
         count = config.get(name)
         if isinstance(count, list) and count:
             count = count[0]
-        if isinstance(count, int) and count > 0:
+        if isinstance(count, int) and 0 < count <= _MOST_EXPERTS:
             return count
     blocks = [block for block in config.get("block_configs") or () if isinstance(block, dict)]
-    return max((block.get("n_routed_experts") or 0 for block in blocks), default=0)
+    counts = (block.get("n_routed_experts") for block in blocks)
+    return max((each for each in counts if isinstance(each, int) and each <= _MOST_EXPERTS), default=0)
 
 
 def experts_problem(config: Mapping[str, Any], model: str, args: Sequence[str], *, on_cpu: bool) -> str | None:
