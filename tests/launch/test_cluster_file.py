@@ -220,6 +220,7 @@ def test_json_says_the_same(tmp_path: Path) -> None:
         (SHORT + "a: &x\n  - *x\n", "there is no key 'a' (value a value that holds itself)"),
         ("[" * 5000, "it is nested too deep"),
         (SHORT.replace(": m", ": 2024-99-99"), "a value in it cannot be read (month must be in 1..12): put text that"),
+        (SHORT.replace(": m", ": !!bool abc"), "a value in it cannot be read ('abc')"),
         (SHORT.replace(": m", ": !!int abc"), "a value in it cannot be read (invalid literal for int()"),
         (SHORT.replace(": m", ": " + "9" * 5000), "a value in it cannot be read (Exceeds the limit"),
         (SHORT.replace(": m", ": !!timestamp abc"), "a value in it cannot be read ("),

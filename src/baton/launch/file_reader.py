@@ -84,7 +84,7 @@ def _parse(path: Path, text: str) -> tuple[Any, dict[Where, int]]:
         raise ClusterFileError(f"{path}: not YAML: {' '.join(str(error).split())}") from error
     except ClusterFileError:
         raise
-    except (ValueError, AttributeError, TypeError, RecursionError) as error:
+    except (ValueError, AttributeError, TypeError, LookupError, RecursionError) as error:
         # PyYAML's constructors raise what Python does, as of a date such as 2024-99-99.
         raise ClusterFileError(f"{path}: {_unreadable(error)}") from error
 
