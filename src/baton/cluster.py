@@ -157,6 +157,7 @@ class Cluster(Value):
         proxy_host: where the proxy listens, with *proxy_port*.
         proxy_node: the host it runs on.
         proxy_flags: more flags of the proxy.
+        devices, cpus: of each host, by name: its accelerators, and cores that engines may use, where known.
         instances: prefill instances first.
     """
 
@@ -170,6 +171,8 @@ class Cluster(Value):
     proxy_port: Port = 8000
     proxy_node: str = THIS_HOST
     proxy_flags: tuple[str, ...] = ()
+    devices: dict[str, tuple[int, ...]] = {}
+    cpus: dict[str, tuple[int, ...]] = {}
     instances: tuple[Instance, ...]
 
     def of_role(self, role: Role) -> tuple[Instance, ...]:

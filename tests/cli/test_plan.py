@@ -87,6 +87,26 @@ def test_a_script_a_host_runs_that_hosts_share(hosts: str, tmp_path: Path, capsy
     assert f"{hosts} plans 2 hosts (a, b): --host c is none of them" in capsys.readouterr().err
 
 
+def test_hosts_whose_scripts_would_be_one_are_refused_before_any_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("model: /m\nhosts: {a/b: 10.0.0.1, a_b: 10.0.0.2}\nprefill: 1\ndecode: 1\n")
+    assert main(["plan", "-f", str(path), "--output", str(tmp_path / "out")]) == 2
+    assert f"the hosts a/b and a_b would both be {tmp_path}/out/a_b.sh: rename one" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_json_and_scripts_are_both_had_and_json_stands_alone_on_stdout(
+    hosts: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "-f", hosts, "--json", "--output", str(tmp_path / "out")]) == 0
+    assert [host["name"] for host in json.loads(capsys.readouterr().out)["hosts"]] == ["a", "b"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["a.sh", "b.sh"]
+    assert main(["plan", "--schema", "--output", str(tmp_path)]) == 2
+    assert "--schema prints the schema and writes no scripts: leave --output out" in capsys.readouterr().err
+
+
 def test_the_scripts_words_arrive_as_planned(hosts: str, tmp_path: Path) -> None:
     """Run with a program in Python's place that prints what it gets."""
     fake = tmp_path / "fake"
@@ -138,6 +158,31 @@ def test_check_looks_at_this_machine_too(model: str, capsys: pytest.CaptureFixtu
     capsys.readouterr()
     assert main([*words[:2], "--check", *words[2:]]) == 1
     assert "too little memory" in capsys.readouterr().err
+
+
+def test_check_counts_the_kv_cache_that_a_file_gives_an_engine(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    api, other, side, other_side, proxy = free_ports(5)
+    path = tmp_path / "c.yaml"
+    path.write_text(
+        f"model: {model}\ndefaults: {{environ: {{VLLM_CPU_KVCACHE_SPACE: 100000}}}}\nproxy: {{port: {proxy}}}\n"
+        f"prefill: {{port: {api}, side_channel_port: {side}}}\n"
+        f"decode: {{port: {other}, side_channel_port: {other_side}}}\n"
+    )
+    assert main(["plan", "--check", "-f", str(path)]) == 1
+    assert "too little memory: the engines need about 2147" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("size", ["x", "1.5G", "\u00b2", "9" * 5000, "-1", ""])
+def test_a_kv_cache_of_a_size_that_is_none_is_refused(
+    model: str, size: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", model, "--", f"--kv-cache-memory-bytes={size}"]) == 2
+    assert f"--kv-cache-memory-bytes {size!r} is not a number of bytes, such as" in capsys.readouterr().err
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", size)
+    assert main(["plan", model]) == (2 if size else 0)
+    assert not size or f"VLLM_CPU_KVCACHE_SPACE={size!r} is not a whole number of GiB" in capsys.readouterr().err
 
 
 def test_hosts_are_shown_with_their_addresses(hosts: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -213,6 +258,37 @@ def test_init_never_touches_a_file_that_is_there(tmp_path: Path, capsys: pytest.
     assert main(["init", str(path), "--decode", "2", "--force"]) == 0
     assert "replicas: 2" in path.read_text()
     assert main(["init", str(path), "--hosts", "a", "a"]) == 2
+
+
+@pytest.mark.parametrize("force", [[], ["--force"]])
+def test_init_writes_no_json(force: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "keep.json"
+    if force:
+        path.write_text("{}")
+    assert main(["init", str(path), "--decode", "2", *force]) == 2
+    assert f"{path}: what is written is YAML with comments, and .json is read as JSON: call" in capsys.readouterr().err
+    assert [each.read_text() for each in tmp_path.iterdir()] == (["{}"] if force else [])
+
+
+def test_init_replaces_a_file_only_by_one_that_reads_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("# mine\n")
+    link = tmp_path / "link.yaml"
+    link.symlink_to(path)
+    monkeypatch.setattr("baton.cli.init.written", lambda *_: "model: [\n")
+    assert main(["init", str(link), "--force"]) == 2
+    assert f"{link}, line 2: not YAML: " in capsys.readouterr().err
+    assert path.read_text() == "# mine\n"
+    monkeypatch.undo()
+    path.chmod(0o600)
+    assert main(["init", str(link), "--force"]) == 0
+    assert link.is_symlink() and "replicas: 1" in path.read_text()
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["link.yaml", "mine.yaml"]
+    assert main(["init", str(tmp_path), "--force"]) == 2
+    assert f"{tmp_path} is no file: name another" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("model", ["org/name", "./m", "true", "123", "a b: #c", "/x/y-z_1.5"])

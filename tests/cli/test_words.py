@@ -92,6 +92,24 @@ def call(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
         (["proxy", "--max-turns", "0"], "'0' is not a whole number of 1 or more"),
         (["up", "--name", "a/b"], "--name 'a/b': a cluster's name is 1 to 64 letters"),
         (["up", "--restart", "always"], "invalid choice: 'always' (choose from 'on-failure', 'never')"),
+        (["plan", "--prefill", "1000000000"], "'1000000000' is more than 4096 servers: give fewer"),
+        (["scale", "--decode", "1000000000"], "'1000000000' is more than 4096 servers: give fewer"),
+        (["init", "--decode", "1000000000"], "'1000000000' is more than 4096 servers: give fewer"),
+        (
+            ["plan", "--", "--data-parallel-size", "1000000000"],
+            "--data-parallel-size 1000000000 is more than 4096 ranks",
+        ),
+        (["plan", "--", "-tp", "4000", "-pp", "4000"], "one engine come to 16000000 workers, and 4096 is the most"),
+        (["engine", "m", "--role", "decode", "--cpus", "0-99999999999"], "'0-99999999999' goes beyond 65535"),
+        (["engine", "m", "--role", "decode", "--cpus", "\u00b2"], "'\u00b2' is not a core number"),
+        (["proxy", "--port", "\u00b2"], "'\u00b2' is not a port number (1 to 65535)"),
+        (["proxy", "--queue-size", "\u00b2"], "'\u00b2' is not a whole number of 0 or more"),
+        (["proxy", "--port", "9" * 5000], "is not a port number (1 to 65535)"),
+        (["plan", ""], "MODEL is empty, as a variable is that was never set: name one, or leave it out"),
+        (["up", "--dry-run", "m", "--host", ""], "--host is empty, as a variable is that was never set"),
+        (["plan", "-f", "~nobody-here/x"], "--cluster '~nobody-here/x': there is no such home: write the path out"),
+        (["proxy", "-f", "~nobody-here/x"], "--cluster '~nobody-here/x': there is no such home"),
+        (["init", "~nobody-here/x"], "FILE '~nobody-here/x': there is no such home"),
         (["scale"], "say how many: --prefill N, --decode N, or both"),
         (["scale", "--decode", "0"], "'0' is not a whole number of 1 or more"),
         (["restart"], "name instances, or give --all"),
@@ -109,6 +127,79 @@ def test_wrong_words_are_one_line_and_exit_code_2(
     assert said in err
     assert err.count("\n") == 1
     assert err.startswith("baton: ")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--port=\u00b2"], "--port '\u00b2' is not a whole number"),
+        (["--data-parallel-size", "1000000000"], "--data-parallel-size 1000000000 is more than 4096 ranks: give fewer"),
+        (
+            ["--kv-transfer-config", '{"kv_connector_extra_config":5}'],
+            "kv_connector_extra_config 5 in --kv-transfer-config is not an object: write {...}",
+        ),
+        (["--additional-config", '{"a":' + "9" * 5000 + "}"], "a number in it is too long, or it is nested too deep"),
+        (["--kv-transfer-config", "[" * 100_000], "a number in it is too long, or it is nested too deep"),
+    ],
+)
+def test_an_engines_wrong_flags_are_one_line(
+    model: str, words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, err = call(capsys, "engine", model, "--role", "decode", "--dry-run", *words)
+    assert (code, err.count("\n")) == (2, 1)
+    assert said in err
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("~nobody-here/x", "there is no model at '~nobody-here/x': there is no such home: give another path"),
+        ("x" * 5000, f"there is no model at '{'x' * 77}...': File name too long: give another path"),
+    ],
+)
+def test_a_model_at_a_path_that_cannot_be_is_one_line(path: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(capsys, "plan", path) == (1, f"baton: {said}\n")
+
+
+def test_other_folders_of_nobodys_home_are_one_line(
+    model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, err = call(capsys, "plan", model, "--output", "~nobody-here/x")
+    assert (code, err) == (2, "baton: --output '~nobody-here/x': there is no such home: write the path out\n")
+    monkeypatch.setenv("BATON_CACHE", "~nobody-here/x")
+    code, err = call(capsys, "plan")
+    assert (code, err) == (1, "baton: BATON_CACHE='~nobody-here/x': there is no such home: write the path out\n")
+
+
+def test_a_folder_that_cannot_be_written_to_ends_up_in_one_line(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def fails(*_: Any, **__: Any) -> int:
+        raise IsADirectoryError(21, "Is a directory", f"{tmp_path}/P0.log")
+
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setattr("baton.cli.up._up", fails)
+    monkeypatch.setattr("baton.cli.up.check_cluster", lambda *_, **__: [])
+    code, err = call(capsys, "up", model, "--log-dir", str(tmp_path))
+    assert (code, err.count("\n")) == (1, 1)
+    assert f"Is a directory: '{tmp_path}/P0.log': mend that, or name other folders with --log-dir" in err
+
+
+@pytest.mark.parametrize("flag", ["--tensor-parallel-size", "--block-size"])
+def test_what_python_takes_for_a_digit_and_not_for_a_number_is_left_to_vllm(
+    model: str, flag: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call(capsys, "plan", model, "--", flag, "\u00b2") == (0, "")
+
+
+@pytest.mark.parametrize("name", ["VLLM_CPU_KVCACHE_SPACE", "VLLM_NIXL_SIDE_CHANNEL_PORT"])
+def test_so_is_a_variable_refused(
+    model: str, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(name, "\u00b2")
+    code, err = call(capsys, "engine", model, "--role", "decode", "--dry-run")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "'\u00b2' is not a" in err
 
 
 @pytest.mark.parametrize("words", [["status"], ["logs", "D0"], ["scale", "--decode", "2"], ["drain", "D0"], ["down"]])

@@ -219,6 +219,21 @@ def test_json_says_the_same(tmp_path: Path) -> None:
         ("", "it holds null, not keys"),
         (SHORT + "a: &x\n  - *x\n", "there is no key 'a' (value a value that holds itself)"),
         ("[" * 5000, "it is nested too deep"),
+        (SHORT.replace(": m", ": 2024-99-99"), "a value in it cannot be read (month must be in 1..12): put text that"),
+        (SHORT.replace(": m", ": !!bool abc"), "a value in it cannot be read ('abc')"),
+        (SHORT.replace(": m", ": !!int abc"), "a value in it cannot be read (invalid literal for int()"),
+        (SHORT.replace(": m", ": " + "9" * 5000), "a value in it cannot be read (Exceeds the limit"),
+        (SHORT.replace(": m", ": !!timestamp abc"), "a value in it cannot be read ("),
+        ("model: m\nprefill: [{cpus: 0-99999999999}]\ndecode: 1\n", 'line 2: prefill[0].cpus is "0-99999999999": \'0-'),
+        ("model: m\nprefill: [{cpus: ²}]\ndecode: 1\n", "'²' is not a core number or a range such as 0-3"),
+        ("model: m\nprefill: 1000000000\ndecode: 1\n", "prefill[0].replicas is 1000000000: it should be less than or"),
+        (
+            SHORT + "defaults: {environ: {'A=B': x}}\n",
+            'line 6: defaults.environ is {"A=B": "x"}: \'A=B\' is no name of',
+        ),
+        (SHORT + "defaults: {environ: {'': x}}\n", "'' is no name of a variable"),
+        (SHORT + "defaults: {environ: {1: x}}\n", "1 is no name of a variable"),
+        (SHORT + 'defaults: {environ: {A: "x\\0"}}\n', "A is 'x\\x00', and no variable can hold NUL: leave that out"),
     ],
 )
 def test_what_is_wrong_is_one_line_with_file_key_value_and_remedy(tmp_path: Path, text: str, said: str) -> None:
@@ -248,6 +263,20 @@ def test_json_that_is_none_names_the_line(tmp_path: Path) -> None:
     path = file(tmp_path, '{"model": "m",\n}', "c.json")
     with pytest.raises(ClusterFileError, match=r"c\.json, line \d: not JSON: "):
         read_cluster_file(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"model": ' + "9" * 5000 + "}", "a value in it cannot be read (Exceeds the limit"),
+        ("[" * 100_000, "it is nested too deep"),
+    ],
+)
+def test_json_that_python_cannot_hold_is_one_line(tmp_path: Path, text: str, said: str) -> None:
+    with pytest.raises(ClusterFileError) as caught:
+        read_cluster_file(file(tmp_path, text, "c.json"))
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_without_pyyaml_json_is_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

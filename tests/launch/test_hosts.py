@@ -92,6 +92,30 @@ def test_a_host_that_the_file_does_not_have_is_said_with_the_nearest(tmp_path: P
         planned(tmp_path, "model: m\nprefill: {host: a, hosts: [b]}\ndecode: 1\n")
 
 
+@pytest.mark.parametrize(
+    ("hosts", "said"),
+    [
+        ("{a: 10.0.0.1, b: 10.0.0.1}", "the hosts a and b have one address, 10.0.0.1: "),
+        ("{a: 10.0.0.1, b: 10.0.0.2, c: 10.0.0.1}", "the hosts a and c have one address, 10.0.0.1: "),
+        ("{a: {}, b: {address: A}}", "the hosts a and b have one address, A: "),
+        ('{a: "fd00::1", b: "FD00:0::1"}', "the hosts a and b have one address, FD00:0::1: "),
+        ("{a: 127.0.0.1, b: 127.0.0.1}", "the hosts a and b have one address, 127.0.0.1: "),
+    ],
+)
+def test_two_hosts_with_one_address_are_refused_with_both_names(tmp_path: Path, hosts: str, said: str) -> None:
+    with pytest.raises(LaunchError) as caught:
+        planned(tmp_path, f"model: m\nhosts: {hosts}\nprefill: {{hosts: [a, b]}}\ndecode: 1\n")
+    assert said in str(caught.value)
+
+
+def test_nor_may_engines_spell_one_address_in_two_ways(tmp_path: Path) -> None:
+    text = 'model: m\nprefill: {host: "fd00::1"}\ndecode: {host: "fd00::0001"}\n'
+    with pytest.raises(LaunchError, match="the hosts fd00::1 and fd00::0001 have one address"):
+        planned(tmp_path, text)
+    same = planned(tmp_path, "model: m\nprefill: {host: 10.0.0.1}\ndecode: {host: 10.0.0.1}\n")
+    assert same.nodes == ("10.0.0.1",)
+
+
 def test_a_dp_engine_over_hosts_claims_its_rpc_port_and_two_on_one_host_collide(tmp_path: Path) -> None:
     head = "{host: a, data_parallel_size: 4, engine_args: --data-parallel-size-local 2 PORT}"
     text = f"model: m\n{HOSTS}prefill: 1\ndecode: [{head}, {head}]\n"

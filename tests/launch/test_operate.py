@@ -30,6 +30,7 @@ from baton.launch.operate import LONGEST_WAIT_SECONDS, Operator, next_instance, 
 from baton.launch.record import ClusterRecord, holding, load, record_path, runs, save, sessions_of, strays
 from baton.launch.rotation import rotate
 from tests.launch.processes import METRICS, cluster_of, operator_of
+from tests.launch.test_cluster_file import planned
 from tests.ports import free_ports
 
 ROOT = Path(__file__).parent.parent.parent
@@ -743,3 +744,38 @@ def test_one_more_server_gets_devices_of_its_own() -> None:
     )
     more = next_instance(cluster.model_copy(update={"instances": (prefill, decode)}), Role.DECODE, [])
     assert more.devices == (2, 3)
+
+
+CUDA = "model: m\ndevice: cuda\nhosts: {one: {address: 10.0.0.1, devices: %s}}\nprefill: {devices: 4}\n%s\n"
+
+
+def test_one_more_server_gets_free_devices_of_its_host_or_is_refused(tmp_path: Path) -> None:
+    cluster = planned(tmp_path, CUDA % ("4-6", "decode: {devices: 5}"))
+    first = next_instance(cluster, Role.PREFILL, [], "one")
+    assert (first.id, first.devices) == ("P1", (6,))
+    with pytest.raises(LaunchError, match="P2 needs 1 devices, and one has 0 left of 3: stop another server first"):
+        next_instance(cluster, Role.PREFILL, [first], "one")
+    # A record outlives the supervisor.
+    assert Cluster.model_validate_json(cluster.model_dump_json()) == cluster
+
+
+def test_next_to_a_server_that_may_use_all_devices_none_is_left(tmp_path: Path) -> None:
+    text = "model: m\ndevice: cuda\nhosts: {a: 10.0.0.1, b: 10.0.0.2}\nprefill: 1\ndecode: 1\n"
+    with pytest.raises(LaunchError, match="P0 may use all devices of a, so there is none left for P1"):
+        next_instance(planned(tmp_path, text), Role.PREFILL, [], "a")
+    named = "decode: {devices: 5, environ: {CUDA_VISIBLE_DEVICES: GPU-1}}"
+    with pytest.raises(LaunchError, match="D0's environ has CUDA_VISIBLE_DEVICES=GPU-1, so nobody here knows what"):
+        next_instance(planned(tmp_path, CUDA % ("4-6", named)), Role.DECODE, [], "one")
+
+
+def test_one_more_server_gets_free_cores_first_and_then_those_that_the_fewest_use(tmp_path: Path) -> None:
+    text = "model: m\nprefill: {cpus: 0-1}\ndecode: {cpus: 2}\n"
+    cluster, made = planned(tmp_path, text, cpus=(0, 1, 2, 3)), list[Instance]()
+    for _ in range(4):
+        made.append(next_instance(cluster, Role.DECODE, made))
+    assert [each.cpus for each in made] == [(3,), (0,), (1,), (2,)]
+    shared = planned(tmp_path, "model: m\nprefill: 1\ndecode: 1\n", cpus=(0, 1))
+    more = next_instance(shared, Role.DECODE, [])
+    assert [each.cpus for each in (*shared.instances, more)] == [(0,), (1,), (0,)]
+    unknown = shared.model_copy(update={"cpus": {}})
+    assert next_instance(unknown, Role.DECODE, [more]).cpus == (1,)

@@ -5,9 +5,11 @@ import os
 import socket
 import struct
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from baton.cli import main
 from baton.launch import Command, EngineInstall
 from baton.launch.preflight import (
     ENGINE_OVERHEAD_BYTES,
@@ -17,7 +19,9 @@ from baton.launch.preflight import (
     check_install,
     check_memory,
     check_ports,
+    check_weights,
     estimate,
+    estimates,
     expert_share,
     weight_bytes,
 )
@@ -41,6 +45,47 @@ def test_a_broken_weight_file_is_counted_by_its_size(tmp_path: Path) -> None:
     assert weight_bytes(tmp_path, "float32") == 3
 
 
+@pytest.mark.parametrize(
+    "header", [b"[1]", b'{"w": 5}', b'{"w": {"dtype": "F32"}}', b'{"w": {"data_offsets": [1]}}', b"[" * 100_000]
+)
+def test_so_is_one_whose_header_is_another_things(tmp_path: Path, header: bytes) -> None:
+    body = struct.pack("<Q", len(header)) + header
+    (tmp_path / "a.safetensors").write_bytes(body)
+    assert weight_bytes(tmp_path, "float32") == len(body)
+    assert expert_share(tmp_path) == 0.0
+
+
+def test_weights_that_are_a_link_to_nothing_are_a_problem(tmp_path: Path) -> None:
+    (tmp_path / "a.safetensors").symlink_to(tmp_path / "blob")
+    (problem,) = check_weights([engine(tmp_path)] * 2)
+    assert problem.what.startswith(f"{tmp_path}/a.safetensors: it is a link to {tmp_path}/blob: No such file")
+    assert weight_bytes(tmp_path, None) == 0
+    assert estimate(engine(tmp_path), {}).weights == 0
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"layer_types": 5},
+        {"text_config": {"layer_types": 5}},
+        {"layer_types": [{}, []]},
+        {"architectures": 5},
+        {"architectures": [5]},
+        {"block_configs": 5},
+        {"block_configs": [{"n_routed_experts": "x"}]},
+        {"num_experts": 10**12},
+        {"num_attention_heads": 10**12 + 1},
+    ],
+)
+def test_a_config_with_values_of_other_kinds_is_left_to_vllm(
+    tmp_path: Path, config: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    # Whatever it finds: it ends, and soon.
+    assert main(["plan", str(tmp_path), "--", "--enable-expert-parallel", "-tp", "2"]) in (0, 2)
+    assert "Traceback" not in capsys.readouterr().err
+
+
 def engine(folder: Path, *flags: str) -> Command:
     return Command({}, ("python", "-m", "baton.engine.serve", str(folder), *flags))
 
@@ -48,6 +93,24 @@ def engine(folder: Path, *flags: str) -> Command:
 def test_memory_is_weights_kv_and_overhead(tmp_path: Path) -> None:
     assert estimate(engine(tmp_path, "--kv-cache-memory-bytes", "500"), {}).total == 500 + ENGINE_OVERHEAD_BYTES
     assert estimate(engine(tmp_path), {"VLLM_CPU_KVCACHE_SPACE": "2"}).total == (2 << 30) + ENGINE_OVERHEAD_BYTES
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("500", 500), ("100G", 100 << 30), ("2g", 2 * 10**9), ("25.6k", 25_600), ("1T", 1 << 40), (" 1m ", 10**6)],
+)
+def test_the_kv_cache_is_counted_in_the_words_that_vllm_takes(tmp_path: Path, text: str, size: int) -> None:
+    assert estimate(engine(tmp_path, "--kv-cache-memory-bytes", text), {}).kv_cache == size
+
+
+def test_the_commands_own_environment_counts_and_wins_over_the_shells_and_the_flag(tmp_path: Path) -> None:
+    argv = engine(tmp_path, "--kv-cache-memory-bytes", "500").argv
+    own, shell = {"VLLM_CPU_KVCACHE_SPACE": "100000"}, {"VLLM_CPU_KVCACHE_SPACE": "1"}
+    (problem,) = check_memory([Command(own, argv)], shell)
+    assert "the engines need about 107375.3 GB" in problem.what
+    assert "VLLM_CPU_KVCACHE_SPACE" in problem.what
+    assert estimate(Command({}, argv), shell).kv_cache == 1 << 30
+    assert estimates({"P0": Command(own, argv), "D0": Command({}, argv)}, shell)["D0"].kv_cache == 1 << 30
 
 
 def test_a_large_vocabulary_takes_its_embedding_three_times_more(tmp_path: Path) -> None:

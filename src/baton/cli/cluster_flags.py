@@ -6,10 +6,9 @@ import argparse
 import os
 import shlex
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from baton.cli.parser import Failure, Parser, add_static_shapes, add_transfer_flags, count, port_number
+from baton.cli.parser import Failure, Parser, add_static_shapes, add_transfer_flags, port_number, servers, user_path
 from baton.cli.transport import add_transport, transport_of
 from baton.cluster import Cluster, Device, Role, TransferMode
 from baton.launch import (
@@ -43,7 +42,7 @@ def add_cluster_flags(parser: Parser) -> None:
         "-f", "--cluster", metavar="FILE", help="a cluster in YAML or JSON; flags win over it (docs/reference.md)"
     )
     for role in Role:
-        parser.add_argument(f"--{role}", type=count, metavar="N", help=f"{role} servers (default: 1)")
+        parser.add_argument(f"--{role}", type=servers, metavar="N", help=f"{role} servers (default: 1)")
     parser.add_argument(
         "--device",
         choices=[str(device) for device in Device],
@@ -93,6 +92,10 @@ def planned_cluster(args: argparse.Namespace, words_after: Sequence[str] = ()) -
     Raises:
         LaunchError: they don't go together, or the file is no good.
     """
+    for what, value in (("MODEL", args.model), ("--host", args.host)):
+        # As an unset variable is, in quotes: a default would be taken in silence.
+        if value is not None and not value.strip():
+            raise Failure(f"{what} is empty, as a variable is that was never set: name one, or leave it out", 2)
     common = (*quoted(args.engine_args, "--engine-args"), *dashed(words_after))
     if args.static_shapes:
         common += (STATIC_SHAPES_FLAG,)
@@ -107,7 +110,7 @@ def planned_cluster(args: argparse.Namespace, words_after: Sequence[str] = ()) -
         "transport": transport_of(args),
     }
     if args.cluster is not None:
-        file = read_cluster_file(Path(args.cluster).expanduser())
+        file = read_cluster_file(user_path(args.cluster, "--cluster"))
         roles = {
             Role.PREFILL: RoleFlags(args.prefill, args.prefill_port, args.prefill_side_channel_port, prefill_args),
             Role.DECODE: RoleFlags(args.decode, args.decode_port, args.decode_side_channel_port, decode_args),

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import os
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from baton.cli.cluster_flags import DEFAULT_MODEL
-from baton.cli.parser import Failure, Parser, count, port_number
+from baton.cli.parser import Failure, Parser, count, port_number, servers, user_path
 from baton.cluster import Device, TransferMode
 from baton.launch import ClusterFileError, Wish, addresses, read_cluster_file, written
 
@@ -18,7 +20,11 @@ T = TypeVar("T")
 
 def run(words: Sequence[str]) -> int:
     args = _parser().parse_all(words)
-    path = Path(args.file).expanduser()
+    path = user_path(args.file, "FILE")
+    if path.suffix == ".json":
+        raise Failure(f"{path}: what is written is YAML with comments, and .json is read as JSON: call it .yaml", 2)
+    if path.exists() and not path.is_file():
+        raise Failure(f"{path} is no file: name another", 2)
     if path.exists() and not args.force:
         raise Failure(
             f"{path} exists, and its comments are yours: name another, edit it, or give --force to replace it",
@@ -27,17 +33,34 @@ def run(words: Sequence[str]) -> int:
     if not path.parent.is_dir():
         raise Failure(f"cannot write {path}: there is no folder {path.parent}")
     wish = _asked(path) if sys.stdin.isatty() and not _described(words) else _wish(args)
-    try:
-        path.write_text(written(wish, path.name))
-        # What we write must be what we read.
-        read_cluster_file(path)
-    except OSError as error:
-        raise Failure(f"cannot write {path}: {error.strerror}") from error
-    except ClusterFileError as error:
-        raise Failure(str(error), 2) from error
+    _write(path, written(wish, path.name))
     start = f"baton up -f {args.file}" + (" --host NAME, on each host" if len(wish.hosts) > 1 else "")
     print(f"wrote {args.file}\nwhat it comes to: baton plan -f {args.file}\nstart it: {start}")
     return 0
+
+
+def _write(path: Path, text: str) -> None:
+    """Put a cluster file in its place, whole and read back, or leave what is there as it is.
+
+    Raises:
+        Failure: it cannot be written, or what we write is not what we read.
+    """
+    # A link stays one.
+    target = path.resolve()
+    # Read by its suffix.
+    fresh = target.with_name(f".{target.stem}.{os.getpid()}{target.suffix}")
+    try:
+        fresh.write_text(text)
+        read_cluster_file(fresh)
+        if target.exists():
+            shutil.copymode(target, fresh)
+        fresh.replace(target)
+    except OSError as error:
+        raise Failure(f"cannot write {path}: {error.strerror}") from error
+    except ClusterFileError as error:
+        raise Failure(str(error).replace(str(fresh), str(path)), 2) from error
+    finally:
+        fresh.unlink(missing_ok=True)
 
 
 def _described(words: Sequence[str]) -> bool:
@@ -89,8 +112,8 @@ def _ask(say: Callable[[str], str] = input) -> Wish:
 
     return Wish(
         model=ask("model: an embedded one's name, a folder, or a hub id", DEFAULT_MODEL, str),
-        prefill=ask("prefill servers", "1", count),
-        decode=ask("decode servers", "1", count),
+        prefill=ask("prefill servers", "1", servers),
+        decode=ask("decode servers", "1", servers),
         hosts=ask("addresses of the hosts, with spaces between, or - for this one", "-", _hosts),
         device=ask("device: cpu, cuda, neuron, or - for what is installed", "-", _device),
         transfer_mode=ask("transfer mode: read (decode servers pull) or write (prefill servers push)", "read", _mode),
@@ -136,7 +159,7 @@ def _parser() -> Parser:
     parser.add_argument("--model", default=DEFAULT_MODEL, help=f"(default: {DEFAULT_MODEL})")
     for role in ("prefill", "decode"):
         one: dict[str, Any] = {"type": count, "default": 1, "metavar": "N"}
-        parser.add_argument(f"--{role}", help=f"{role} servers (default: 1)", **one)
+        parser.add_argument(f"--{role}", help=f"{role} servers (default: 1)", **(one | {"type": servers}))
         parser.add_argument(f"--{role}-tensor-parallel-size", help="ranks of each (default: 1)", **one)
     parser.add_argument(
         "--hosts",

@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import difflib
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from baton.cluster import TransferMode
+from baton.numbers import MOST_SERVERS, decimal
 
 
 class Failure(Exception):
@@ -78,11 +80,24 @@ def add_static_shapes(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def user_path(text: str, what: str) -> Path:
+    """A path as a user types it, with ``~`` for a home.
+
+    Raises:
+        Failure: it begins with the home of nobody.
+    """
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as error:
+        raise Failure(f"{what} {text!r}: there is no such home: write the path out", 2) from error
+
+
 def port_number(text: str) -> int:
     """An argparse type: 1 to 65535."""
-    if not text.isdigit() or not 0 < int(text) < 65536:
+    port = decimal(text)
+    if port is None or not 0 < port < 65536:
         raise argparse.ArgumentTypeError(f"{text!r} is not a port number (1 to 65535)")
-    return int(text)
+    return port
 
 
 def count(text: str) -> int:
@@ -96,9 +111,18 @@ def count_or_zero(text: str) -> int:
 
 
 def _whole(text: str, least: int) -> int:
-    if not text.isdigit() or int(text) < least:
+    value = decimal(text)
+    if value is None or value < least:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of {least} or more")
-    return int(text)
+    return value
+
+
+def servers(text: str) -> int:
+    """An argparse type: how many servers of a kind."""
+    value = count(text)
+    if value > MOST_SERVERS:
+        raise argparse.ArgumentTypeError(f"{text!r} is more than {MOST_SERVERS} servers: give fewer")
+    return value
 
 
 def seconds(text: str) -> float:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from baton.cli.cluster_flags import add_cluster_flags, split
-from baton.cli.parser import Failure, Parser
+from baton.cli.parser import Failure, Parser, user_path
 from baton.cli.planning import find_model, one_share, refuse, shared, told
 from baton.cluster import THIS_HOST
 from baton.launch import (
@@ -33,6 +33,8 @@ def run(words: Sequence[str]) -> int:
     words, engine_args = split(words)
     args = _parser().parse_all(words)
     if args.schema:
+        if args.output is not None:
+            raise Failure("--schema prints the schema and writes no scripts: leave --output out", 2)
         print(dumps(schema()))
         return 0
     with told():
@@ -53,6 +55,8 @@ def run(words: Sequence[str]) -> int:
     if node is not None:
         hosts = {node: hosts[node]}
     if args.json:
+        if args.output is not None:
+            _scripts(hosts, args.output, said=False)
         print(dumps(as_value(cluster, hosts, [problem.what for problem in problems])))
     elif args.shell or args.output is not None:
         _scripts(hosts, args.output)
@@ -62,8 +66,8 @@ def run(words: Sequence[str]) -> int:
     return 0
 
 
-def _scripts(hosts: Mapping[str, list[Process]], folder: str | None) -> None:
-    """Print the script of the one host, or write one a host."""
+def _scripts(hosts: Mapping[str, list[Process]], folder: str | None, *, said: bool = True) -> None:
+    """Print the script of the one host, or write one a host and, if it is to be *said*, print where."""
     if folder is None:
         if len(hosts) > 1:
             raise Failure(
@@ -73,15 +77,34 @@ def _scripts(hosts: Mapping[str, list[Process]], folder: str | None) -> None:
             )
         print(*(as_shell(name, found) for name, found in hosts.items()), sep="", end="")
         return
-    for name, found in hosts.items():
-        path = Path(folder).expanduser() / f"{name.replace('/', '_')}.sh"
+    for path, (name, found) in zip(_paths(hosts, folder), hosts.items(), strict=True):
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(as_shell(name, found))
             path.chmod(0o755)
-        except OSError as error:
-            raise Failure(f"--output {folder}: cannot write {path}: {error.strerror}") from error
-        print(path)
+        except (OSError, ValueError) as error:
+            why = error.strerror if isinstance(error, OSError) else error
+            raise Failure(f"--output {folder}: cannot write {str(path)!r}: {why}") from error
+        if said:
+            print(path)
+
+
+def _paths(hosts: Iterable[str], folder: str) -> list[Path]:
+    """A file for each host.
+
+    Raises:
+        Failure: two of them would be one.
+    """
+    folder_path = user_path(folder, "--output")
+    owners: dict[Path, str] = {}
+    for name in hosts:
+        path = folder_path / f"{name.replace('/', '_')}.sh"
+        first = owners.setdefault(path, name)
+        if first != name:
+            raise Failure(
+                f"--output {folder}: the hosts {first} and {name} would both be {path}: rename one of them", 2
+            )
+    return list(owners)
 
 
 def _parser() -> Parser:

@@ -13,7 +13,18 @@ from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from baton.cli.parser import Failure, Parser, count, count_or_zero, milliseconds, multiplier, part, port_number, seconds
+from baton.cli.parser import (
+    Failure,
+    Parser,
+    count,
+    count_or_zero,
+    milliseconds,
+    multiplier,
+    part,
+    port_number,
+    seconds,
+    user_path,
+)
 from baton.cluster import Endpoint, Role, TransferMode
 from baton.http import Limits
 from baton.proxy import (
@@ -116,7 +127,7 @@ def read_cluster(path: str) -> tuple[dict[Role, tuple[Endpoint, ...]], list[str]
     from baton.launch import ClusterFileError, LaunchError, file_endpoints, proxy_address, read_cluster_file
 
     try:
-        file = read_cluster_file(Path(path).expanduser())
+        file = read_cluster_file(user_path(path, "--cluster"))
         endpoints = {role: file_endpoints(file, role) for role in Role}
         host = proxy_address(file)
     except ClusterFileError as error:

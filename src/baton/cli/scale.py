@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from baton.cli.parser import Failure, Parser, count
+from baton.cli.parser import Failure, Parser, servers
 from baton.cli.running import add_name, change
 from baton.cluster import Role
 
@@ -16,7 +16,7 @@ def run(words: Sequence[str]) -> int:
         epilog="example: baton scale --decode 4",
     )
     for role in Role:
-        parser.add_argument(f"--{role}", type=count, metavar="N", help=f"{role} servers that there are to be")
+        parser.add_argument(f"--{role}", type=servers, metavar="N", help=f"{role} servers that there are to be")
     add_name(parser)
     args = parser.parse_all(words)
     wanted = {str(role): number for role in Role if (number := getattr(args, role)) is not None}

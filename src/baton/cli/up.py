@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from baton.cli.cluster_flags import add_cluster_flags, split
-from baton.cli.parser import Failure, Parser, count, seconds
+from baton.cli.parser import Failure, Parser, count, seconds, user_path
 from baton.cli.planning import one_share, refuse, the_model, told
 from baton.cli.show import Progress
 from baton.cluster import Cluster, Role
@@ -118,6 +118,9 @@ def _start(
         raise Failure(str(error), 1, error.last_lines) from error
     except (LaunchError, StartTimeout, TryoutFailed) as error:
         raise Failure(str(error)) from error
+    except OSError as error:
+        remedy = "mend that, or name other folders with --log-dir and XDG_STATE_HOME"
+        raise Failure(f"the cluster is down: {error}: {remedy}") from error
 
 
 def _log_folder(asked: str | None) -> Path:
@@ -128,7 +131,7 @@ def _log_folder(asked: str | None) -> Path:
     try:
         if asked is None:
             return new_logs()
-        logs = Path(asked).expanduser()
+        logs = user_path(asked, "--log-dir")
         logs.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         where = f"{error.filename}: {error.strerror}"

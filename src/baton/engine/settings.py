@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from baton.numbers import decimal
+
 ENGINE_SWITCH = "BATON_ENGINE"
 """Set to 1 by `baton engine`: without it the vLLM plugin does nothing."""
 
@@ -20,6 +22,10 @@ STATIC_SHAPES = "BATON_STATIC_SHAPES"
 
 DEFAULT_NIXL_NAP_US = 500
 """500 us was measured as the shortest nap that leaves an idle engine under 5 % of a core."""
+
+
+_HIGHEST_CORE = 65535
+"""Also of devices: far beyond what Linux numbers today, and quick to list."""
 
 
 @dataclass(frozen=True)
@@ -68,11 +74,14 @@ def parse_cpus(text: str) -> tuple[int, ...]:
     cores: set[int] = set()
     for part in filter(None, (piece.strip() for piece in text.split(","))):
         first, dash, last = part.partition("-")
-        if not first.isdigit() or (dash and not last.isdigit()):
+        low = decimal(first)
+        high = decimal(last) if dash else low
+        if low is None or high is None:
             raise ValueError(f"{part!r} is not a core number or a range such as 0-3")
-        low, high = int(first), int(last) if dash else int(first)
         if high < low:
             raise ValueError(f"the core range {part!r} runs backwards")
+        if high > _HIGHEST_CORE:
+            raise ValueError(f"{part!r} goes beyond {_HIGHEST_CORE}, and no host has so many: give a lower number")
         cores.update(range(low, high + 1))
     return tuple(sorted(cores))
 
@@ -103,6 +112,7 @@ def _natural(environ: Mapping[str, str], name: str, default: int) -> int:
     text = environ.get(name, "")
     if not text:
         return default
-    if not text.isdigit():
+    value = decimal(text)
+    if value is None:
         raise ValueError(f"{name}={text!r} is not a whole number of 0 or more")
-    return int(text)
+    return value

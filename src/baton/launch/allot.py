@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
+from baton.cluster import Device, Instance
 from baton.engine import format_cpus
-from baton.launch.devices import share_cpus
+from baton.launch.devices import VISIBLE, share_cpus
 from baton.launch.errors import LaunchError
 
 
@@ -94,6 +96,58 @@ def allot_devices(
             )
         given[name], free = (asked, free) if asked is not None else (tuple(free[:needs]), free[needs:])
     return given
+
+
+def free_devices(
+    device: Device | None, has: tuple[int, ...] | None, name: str, like: Instance, there: Sequence[Instance]
+) -> tuple[int, ...]:
+    """The accelerators of one more engine, as many as another one has.
+
+    Args:
+        device: what engines compute on; None when nobody said.
+        has: the host's devices; None when they are not known, and then they are counted from 0.
+        name: of the new one.
+        like: the other one.
+        there: all engines of the host.
+
+    Raises:
+        LaunchError: too few are free.
+    """
+    if device is Device.CPU:
+        return ()
+    for each in there:
+        named = next((variable for variable in VISIBLE if each.environ.get(variable)), None)
+        if named is not None:
+            raise LaunchError(
+                f"{each.id}'s environ has {named}={each.environ[named]}, so nobody here knows what is left for {name}: "
+                "give devices by the key devices, or put one more server into the file and start anew"
+            )
+        if device is not None and not each.devices:
+            raise LaunchError(
+                f"{each.id} may use all devices of {each.node}, so there is none left for {name}: "
+                "give it some by the key devices and start anew"
+            )
+    used, needs = {number for each in there for number in each.devices}, len(like.devices)
+    free = [each for each in (has if has is not None else range(needs + len(used))) if each not in used]
+    # Unknown ones count up without end: of these there are always enough.
+    if len(free) < needs:
+        raise LaunchError(
+            f"{name} needs {needs} devices, and {like.node} has {len(free)} left of {len(has or ())}: "
+            "stop another server first, or give the host more by its key devices and start anew"
+        )
+    return tuple(free[:needs])
+
+
+def spare_cpus(has: Sequence[int], count: int, given: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """*count* cores of a host for one more engine: free ones first, then those that the fewest engines use.
+
+    Args:
+        has: the host's cores; empty when they are not known, and then they are those that somebody has.
+        given: those of each engine there.
+    """
+    users = Counter(core for cores in given for core in cores)
+    spare = sorted(has or users, key=lambda core: (users[core], core))
+    return tuple(sorted(spare[:count]))
 
 
 def _listed(numbers: Sequence[int]) -> str:

@@ -14,6 +14,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from baton.cluster import Device, Port, Role, TransferBackend, TransferMode, Value
 from baton.engine import CPUS, ENGINE_SWITCH, parse_cpus
 from baton.launch.commands import SIDE_CHANNEL_HOST, SIDE_CHANNEL_PORT, dashed
+from baton.numbers import MOST_SERVERS
 
 
 def _words(value: Any) -> Any:
@@ -41,6 +42,11 @@ def _texts(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     texts = {name: each if isinstance(each, str) else json.dumps(each) for name, each in value.items()}
+    for name, text in texts.items():
+        if not isinstance(name, str) or not name or "=" in name or "\0" in name:
+            raise ValueError(f"{name!r} is no name of a variable: it may be no number, be empty, or hold = or NUL")
+        if "\0" in text:
+            raise ValueError(f"{name} is {text!r}, and no variable can hold NUL: leave that out")
     ours = {SIDE_CHANNEL_HOST: "side_channel_host", SIDE_CHANNEL_PORT: "side_channel_port", CPUS: "cpus"}
     for name, key in ours.items():
         if name in texts:
@@ -152,7 +158,7 @@ class EngineEntry(EngineDefaults):
     devices: Annotated[
         Numbers | None, Field(description="its accelerators, such as 0-7; default: the next free ones of its host")
     ] = None
-    replicas: Annotated[Count, Field(description="how many alike")] = 1
+    replicas: Annotated[Count, Field(le=MOST_SERVERS, description="how many alike")] = 1
 
     @model_validator(mode="after")
     def _one_way_to_name_hosts(self) -> EngineEntry:

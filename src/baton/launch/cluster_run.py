@@ -14,7 +14,7 @@ import orjson
 
 from baton.cluster import Cluster, Instance, Role
 from baton.launch.commands import Command, EngineRequest, engine_command, proxy_command
-from baton.launch.devices import EngineInstall, available_cpus
+from baton.launch.devices import VISIBLE, EngineInstall, available_cpus
 from baton.launch.probe import answers
 from baton.launch.record import state_folder
 from baton.launch.supervisor import Probe
@@ -117,12 +117,9 @@ def _engine_command(
     command = engine_command(_request(cluster, instance, cores), model, install, {**environ, **instance.environ})
     # Who names devices himself, by ids perhaps, is left alone.
     ours = {
-        name: value for name, value in command.environ.items() if name not in _VISIBLE or name not in instance.environ
+        name: value for name, value in command.environ.items() if name not in VISIBLE or name not in instance.environ
     }
     return Command({**instance.environ, **ours}, command.argv)
-
-
-_VISIBLE = ("CUDA_VISIBLE_DEVICES", "NEURON_VISIBLE_DEVICES")
 
 
 def _request(cluster: Cluster, instance: Instance, cores: tuple[int, ...]) -> EngineRequest:

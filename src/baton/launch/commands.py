@@ -29,8 +29,9 @@ from baton.launch import transports
 from baton.launch.devices import EngineInstall, neuron_transfer, visible_devices
 from baton.launch.errors import LaunchError
 from baton.launch.model_config import has_state, read_config
-from baton.launch.shapes import ranks_of
+from baton.launch.shapes import check_ranks, ranks_of
 from baton.models import ResolvedModel
+from baton.numbers import decimal, human_size
 
 DEFAULT_PORTS = {Role.PREFILL: 8100, Role.DECODE: 8200}
 DEFAULT_SIDE_CHANNEL_PORTS = {Role.PREFILL: 5559, Role.DECODE: 5659}
@@ -40,6 +41,8 @@ STATIC_SHAPES_FLAG = "--static-shapes"
 """Stands among the engine's flags, so that it can differ from engine to engine; vLLM never sees it."""
 SIDE_CHANNEL_HOST = "VLLM_NIXL_SIDE_CHANNEL_HOST"
 SIDE_CHANNEL_PORT = "VLLM_NIXL_SIDE_CHANNEL_PORT"
+KV_SPACE = "VLLM_CPU_KVCACHE_SPACE"
+"""GiB of KV cache of a worker on CPU; it wins over the flag (vllm 0.32, platforms/cpu.py)."""
 STATE_LAYOUT = "VLLM_SSM_CONV_STATE_LAYOUT"
 
 
@@ -115,6 +118,7 @@ def engine_command(
         LaunchError: flags contradict each other, the role or the device.
     """
     args = request.vllm_args
+    check_ranks(args)
     transfer = _transfer_config(request, install)
     if install.device == "neuron":
         transfer = neuron_transfer(transfer, request.transport)
@@ -125,6 +129,7 @@ def engine_command(
     port = _int_flag(args, "--port")
     if port is not None and not 0 < port < 65536:
         raise LaunchError(f"--port {port} is not a port number (1 to 65535)")
+    _check_kv_cache(args, environ)
     flags: list[str] = []
     for name, value in _defaults(request, model, install, environ):
         if flag_value(args, name) is None and not _negated(args, name):
@@ -190,9 +195,10 @@ def side_channel(request: EngineRequest, environ: Mapping[str, str]) -> tuple[st
     given: Any = request.side_channel_port or in_config or environ.get(SIDE_CHANNEL_PORT)
     if given is None or given == "":
         return host, DEFAULT_SIDE_CHANNEL_PORTS[request.role]
-    if not str(given).isdigit() or not 0 < int(given) < 65536:
+    port = decimal(str(given))
+    if port is None or not 0 < port < 65536:
         raise LaunchError(f"the side channel port {given!r} is not a port number (1 to 65535)")
-    return host, int(given)
+    return host, port
 
 
 def flag_value(args: Sequence[str], name: str) -> str | None:
@@ -248,9 +254,20 @@ def _int_flag(args: Sequence[str], name: str) -> int | None:
     text = flag_value(args, name)
     if text is None:
         return None
-    if not text.isdigit():
+    value = decimal(text)
+    if value is None:
         raise LaunchError(f"{name} {text!r} is not a whole number")
-    return int(text)
+    return value
+
+
+def _check_kv_cache(args: Sequence[str], environ: Mapping[str, str]) -> None:
+    """Sizes that are not understood cannot be held against the memory that is free."""
+    given = flag_value(args, "--kv-cache-memory-bytes")
+    if given is not None and human_size(given) is None:
+        raise LaunchError(f"--kv-cache-memory-bytes {given!r} is not a number of bytes, such as 1073741824, 1G or 1.5g")
+    space = environ.get(KV_SPACE)
+    if space and decimal(space) is None:
+        raise LaunchError(f"{KV_SPACE}={space!r} is not a whole number of GiB, such as 4")
 
 
 def json_flag(args: Sequence[str], name: str) -> dict[str, Any]:
@@ -266,6 +283,8 @@ def json_flag(args: Sequence[str], name: str) -> dict[str, Any]:
         value = json.loads(text)
     except json.JSONDecodeError as error:
         raise LaunchError(f"{name} {text!r} is not JSON: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise LaunchError(f"{name} {text[:80]!r}...: a number in it is too long, or it is nested too deep") from error
     if not isinstance(value, dict):
         raise LaunchError(f"{name} {text!r} is not a JSON object")
     return value
@@ -291,7 +310,10 @@ def _transfer_config(request: EngineRequest, install: EngineInstall) -> dict[str
                 f"kv_buffer_device {given['kv_buffer_device']!r} does not exist on this engine's device (cpu): "
                 "leave it out"
             )
-    extra = {**_extra(request, asked), **given.get("kv_connector_extra_config", {})}
+    own = given.get("kv_connector_extra_config", {})
+    if not isinstance(own, dict):
+        raise LaunchError(f"kv_connector_extra_config {own!r} in --kv-transfer-config is not an object: write {{...}}")
+    extra = {**_extra(request, asked), **own}
     return {**config, **given, **({"kv_connector_extra_config": extra} if extra else {})}
 
 
@@ -401,7 +423,7 @@ def _defaults(
     """Flags that we add unless the user gave them himself."""
     defaults: list[tuple[str, str | None]] = [("--served-model-name", model.served_name), *model.engine_flags]
     if install.device == "cpu":
-        if "VLLM_CPU_KVCACHE_SPACE" not in environ:
+        if not environ.get(KV_SPACE):
             defaults.append(("--kv-cache-memory-bytes", str(DEFAULT_KV_CACHE_BYTES)))
         # With static shapes Baton compiles itself, and --enforce-eager would be a wish to leave it: but for components
         # that replicas share, which nothing compiles.

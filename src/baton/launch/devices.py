@@ -15,6 +15,7 @@ from baton.cluster import TransferBackend, Transport
 from baton.engine import format_cpus, parse_cpus
 
 TESTED_VLLM = "0.32.0"
+VISIBLE = ("CUDA_VISIBLE_DEVICES", "NEURON_VISIBLE_DEVICES")
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ A flag wins over the file, the file over the environment.
 from __future__ import annotations
 
 import difflib
+import ipaddress
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,9 +15,10 @@ from baton.cluster import THIS_HOST, Cluster, Device, Endpoint, Instance, Role, 
 from baton.launch.allot import allot_cpus, allot_devices
 from baton.launch.cluster_file import ClusterFile, EngineDefaults, EngineEntry
 from baton.launch.commands import DEFAULT_PORTS, DEFAULT_SIDE_CHANNEL_PORTS
+from baton.launch.doors import check_doors
 from baton.launch.errors import LaunchError
 from baton.launch.ports import means_here, port_owners
-from baton.launch.shapes import ranks_of, side_channels
+from baton.launch.shapes import check_ranks, ranks_of, side_channels
 
 
 @dataclass(frozen=True)
@@ -99,21 +101,29 @@ def plan_file(file: ClusterFile, flags: Flags, cpus: Sequence[int], numa: Sequen
         numa: the cores of each of its NUMA nodes.
 
     Raises:
-        LaunchError: flags and file don't go together, a port or device has two owners or is none, a core is not here.
+        LaunchError: flags and file don't go together, a port or device has two owners or is none, a core is not here,
+            two hosts have one address, or a server would listen elsewhere than planned.
     """
     places = [place for role in Role for place in _places(file, flags, role)]
+    _check_hosts(file, places)
     device = flags.device or file.device
     nodes = dict.fromkeys(place.node for place in places)
     cores: dict[str, tuple[int, ...]] = {}
     devices: dict[str, tuple[int, ...]] = {}
+    host_cores: dict[str, tuple[int, ...]] = {}
+    host_devices: dict[str, tuple[int, ...]] = {}
     for node in nodes:
         mine, part = [place for place in places if place.node == node], file.hosts.get(node)
         given = () if part is None else part.numa or ((part.cpus,) if part.cpus else ())
         pools = given or ((numa or (cpus,)) if len(nodes) == 1 else ())
+        if pools:
+            host_cores[node] = tuple(sorted({core for pool in pools for core in pool}))
         cores |= allot_cpus(node, [(each.name, each.entry.cpus) for each in mine], pools, shared=device in _SHARES)
         if device in (Device.CUDA, Device.NEURON):
             has = None if part is None else part.devices
             devices |= allot_devices(node, [(each.name, _own(each), _needs(each)) for each in mine], has)
+            if has is not None:
+                host_devices[node] = has
     proxy_node, proxy_host = _proxy_place(file, flags, next(iter(nodes)))
     transport = Transport(
         backend=flags.transport.backend or file.transfer_backend,
@@ -131,9 +141,12 @@ def plan_file(file: ClusterFile, flags: Flags, cpus: Sequence[int], numa: Sequen
         proxy_port=flags.proxy_port or file.proxy.port or 8000,
         proxy_node=proxy_node,
         proxy_flags=(*file.proxy.words(), *flags.proxy_flags),
+        devices=host_devices,
+        cpus=host_cores,
         instances=tuple(_instance(flags, each, cores, devices) for each in places),
     )
     port_owners(cluster)
+    check_doors(cluster)
     return cluster
 
 
@@ -184,6 +197,7 @@ def _places(file: ClusterFile, flags: Flags, role: Role) -> list[Place]:
         merged = entry.over(below)
         args = (*merged.words(), *flags.common_args, *said.engine_args)
         # A rank that is not the first of its engine has its port higher up.
+        check_ranks(args)
         ranks = ranks_of(args)
         width = ranks.local if ranks.data > 1 else 1
         replicas: Counter[str] = Counter()
@@ -270,6 +284,31 @@ def _node(file: ClusterFile, host: str, key: str) -> tuple[str, str]:
     close = difflib.get_close_matches(host, file.hosts, 1)
     hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(list(file.hosts)[:8])}"
     raise LaunchError(f"{key} is {host!r}, and the file's hosts have no such name or address: {hint}")
+
+
+def _check_hosts(file: ClusterFile, places: Sequence[Place]) -> None:
+    """
+    Raises:
+        LaunchError: two hosts have one address, so that one machine would be planned as two.
+    """
+    found = [(name, part.address or name) for name, part in file.hosts.items()]
+    found += [(place.node, place.address) for place in places if place.node != THIS_HOST]
+    names: dict[str, str] = {}
+    for name, address in found:
+        first = names.setdefault(_canonical(address), name)
+        if first != name:
+            raise LaunchError(
+                f"the hosts {first} and {name} have one address, {address}: they would be planned as two machines; "
+                "drop one of them, or correct its address"
+            )
+
+
+def _canonical(address: str) -> str:
+    """One spelling for all of an address."""
+    try:
+        return str(ipaddress.ip_address(address))
+    except ValueError:
+        return address.lower()
 
 
 def _named(address: str) -> str:

@@ -64,6 +64,8 @@ def _parse(path: Path, text: str) -> tuple[Any, dict[Where, int]]:
             return json.loads(text), {}
         except json.JSONDecodeError as error:
             raise ClusterFileError(f"{path}, line {error.lineno}: not JSON: {error.msg}") from error
+        except (ValueError, RecursionError) as error:
+            raise ClusterFileError(f"{path}: {_unreadable(error)}") from error
     try:
         import yaml
     except ImportError as error:
@@ -78,10 +80,19 @@ def _parse(path: Path, text: str) -> tuple[Any, dict[Where, int]]:
     except yaml.MarkedYAMLError as error:
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark is not None else ""
         raise ClusterFileError(f"{path}{line}: not YAML: {error.problem or error.context}") from error
-    except RecursionError as error:
-        raise ClusterFileError(f"{path}: it is nested too deep") from error
     except yaml.YAMLError as error:
         raise ClusterFileError(f"{path}: not YAML: {' '.join(str(error).split())}") from error
+    except ClusterFileError:
+        raise
+    except (ValueError, AttributeError, TypeError, LookupError, RecursionError) as error:
+        # PyYAML's constructors raise what Python does, as of a date such as 2024-99-99.
+        raise ClusterFileError(f"{path}: {_unreadable(error)}") from error
+
+
+def _unreadable(error: Exception) -> str:
+    if isinstance(error, RecursionError):
+        return "it is nested too deep: a cluster file has keys in keys of a few levels"
+    return f"a value in it cannot be read ({error}): put text that looks like a date or a number in quotes"
 
 
 def _note_lines(path: Path, node: Any, where: Where, lines: dict[Where, int]) -> None:

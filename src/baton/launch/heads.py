@@ -9,9 +9,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from baton.launch.commands import flag_value
+from baton.numbers import decimal
 
 CPU_BLOCK = 32
 """Tokens: attention on CPU takes blocks of a multiple of it (vllm 0.32, v1/attention/backends/cpu_attn.py)."""
+
+
+MOST_HEADS = 1 << 16
+"""More is a mistake in a config, and is left to vLLM."""
 
 
 def heads_problem(config: Mapping[str, Any], ranks: int) -> str | None:
@@ -25,7 +30,7 @@ def heads_problem(config: Mapping[str, Any], ranks: int) -> str | None:
         ranks: the tensor parallel size.
     """
     heads = config.get("num_attention_heads")
-    if not isinstance(heads, int) or heads < 1 or ranks <= 1:
+    if not isinstance(heads, int) or not 0 < heads <= MOST_HEADS or ranks <= 1:
         return None
     if heads % ranks:
         fits = [size for size in range(1, heads + 1) if not heads % size and _kv_problem(config, heads, size) is None]
@@ -61,6 +66,7 @@ def sizes_problem(prefill: int, decode: int) -> str | None:
 def block_problem(args: Sequence[str]) -> str | None:
     """Why an engine on CPU would refuse its `--block-size`, or None."""
     text = flag_value(args, "--block-size")
-    if text is None or not text.isdigit() or (int(text) > 0 and not int(text) % CPU_BLOCK):
+    tokens = decimal(text)
+    if tokens is None or (tokens > 0 and not tokens % CPU_BLOCK):
         return None
     return f"--block-size {text}: attention on CPU takes multiples of {CPU_BLOCK} tokens; drop it or give {CPU_BLOCK}"

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -15,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from baton.cluster import THIS_HOST, Cluster, Endpoint, Instance, Role
+from baton.launch.allot import free_devices, spare_cpus
 from baton.launch.cluster_run import PROXY, WAITING, here, probe_of, unknown_here
 from baton.launch.commands import Command
 from baton.launch.errors import LaunchError
@@ -525,7 +525,7 @@ def next_instance(
         free: whether nobody else has a port of that host; those that are not are stepped over.
 
     Raises:
-        LaunchError: there are no ports left, or none of the role is there.
+        LaunchError: there are no ports or devices left, or none of the role is there.
     """
     every = (*cluster.instances, *beside)
     same = [each for each in every if each.role is role and each.node == node]
@@ -545,11 +545,13 @@ def next_instance(
         side += 1
     if max(port, side + width - 1) > HIGHEST_PORT:
         raise LaunchError(f"there are no ports left for one more {role} server")
-    used = {device for each in every if each.node == node for device in each.devices}
-    unused = (number for number in itertools.count() if number not in used)
-    devices = tuple(itertools.islice(unused, len(last.devices)))
     name = f"{role.letter}{number}"
-    return last.model_copy(update={"id": name, "port": port, "side_channel_port": side, "devices": devices})
+    here = [each for each in every if each.node == node]
+    devices = free_devices(cluster.device, cluster.devices.get(node), name, last, here)
+    cpus = spare_cpus(cluster.cpus.get(node, ()), len(last.cpus), [each.cpus for each in here])
+    return last.model_copy(
+        update={"id": name, "port": port, "side_channel_port": side, "devices": devices, "cpus": cpus}
+    )
 
 
 def _after(instance: Instance) -> int:

@@ -6,7 +6,6 @@ Values that only vLLM can tell (an ``auto`` that hangs on the device) are None.
 from __future__ import annotations
 
 import json
-import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from baton.cluster import Cluster, Instance, Role
 from baton.launch.commands import Command, flag_value
 from baton.launch.model_config import has_state
 from baton.launch.shapes import ranks_of
+from baton.numbers import decimal, human_size
 
 CPU_BLOCK = 128
 """Tokens a block on CPU unless something else is asked for (vllm 0.32, platforms/cpu.py)."""
@@ -25,7 +25,6 @@ HYBRID_OFF = "--disable-hybrid-kv-cache-manager"
 
 _MODES = {"NixlConnector": "read", "NixlPullConnector": "read", "NixlPushConnector": "write"}
 _DTYPES = {"float": "float32", "half": "float16"}
-_MULTIPLES = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
 
 
 @dataclass(frozen=True)
@@ -166,8 +165,7 @@ def length(engine: Planned, plan: Plan) -> int | None:
         kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, dict) else "?"
         plain = kind == "default" and engine.flag("--hf-overrides") is None
         return own if isinstance(own, int) and plain else None
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgKMG]?)", given.strip())
-    return int(float(match[1]) * _MULTIPLES.get(match[2], 1)) if match else None
+    return human_size(given)
 
 
 def tensor_parallel(engine: Planned) -> int:
@@ -175,7 +173,13 @@ def tensor_parallel(engine: Planned) -> int:
 
 
 def whole(text: str | None) -> int | None:
-    return int(text) if text is not None and text.isdigit() and int(text) else None
+    """A number of 1 or more that a flag holds; None for anything else."""
+    return decimal(text) or None
+
+
+def size(text: str | None) -> int | None:
+    """The same where vLLM takes ``2k`` as well."""
+    return human_size(text or "") or None
 
 
 def is_mla(config: Mapping[str, Any]) -> bool:

@@ -9,6 +9,7 @@ from baton.cluster import Cluster, Instance, Role
 from baton.launch.commands import flag_value
 from baton.launch.errors import LaunchError
 from baton.launch.shapes import ranks_of, side_channels
+from baton.numbers import decimal
 
 DP_RPC_PORT = 29550
 MASTER_PORT = 29501
@@ -109,4 +110,5 @@ def _value(args: Sequence[str], *names: str) -> str | None:
 
 def _number(args: Sequence[str], default: int, *names: str) -> int:
     text = _value(args, *names)
-    return int(text) if text is not None and text.isdigit() else default
+    value = decimal(text)
+    return default if value is None else value

@@ -19,7 +19,7 @@ import psutil
 
 from baton.cluster import Cluster, Device, Role
 from baton.launch.cluster_run import install_for
-from baton.launch.commands import DEFAULT_KV_CACHE_BYTES, Command, flag_value, without_flag
+from baton.launch.commands import DEFAULT_KV_CACHE_BYTES, KV_SPACE, Command, flag_value, without_flag
 from baton.launch.components import components_problems, saved_share
 from baton.launch.devices import EngineInstall, nixl_version
 from baton.launch.fits import check_alone, check_fits
@@ -32,6 +32,7 @@ from baton.launch.shapes import experts_problem, ranks_of, side_channels
 from baton.launch.speculative import check_speculative
 from baton.launch.static_shapes import check_static_shapes
 from baton.launch.versions import known_of
+from baton.numbers import decimal, human_size
 
 ENGINE_OVERHEAD_BYTES = 1_100_000_000
 """What an engine's three forked processes take beside weights and KV cache (docs/performance.md): 0.28 GB each of their
@@ -79,7 +80,7 @@ def check_engine(
     problems += check_alone(command, install.device)
     problems += check_components([command], install, local_model=local_model)
     if local_model:
-        problems += check_experts([command], install)
+        problems += check_experts([command], install) + check_weights([command])
     problems += check_static_shapes([command], install)
     if max(sides) > 65535:
         what = f"the side channel's last port, {max(sides)}, is beyond 65535: lower --side-channel-port"
@@ -138,7 +139,7 @@ def check_plan(
     problems = check_shape(kinds, install, local_model=local_model)
     problems += check_components(kinds, install, local_model=local_model)
     if local_model:
-        problems += check_experts(kinds, install)
+        problems += check_experts(kinds, install) + check_weights(kinds)
     problems += check_static_shapes(kinds, install)
     problems += [Problem(what, words=True) for what in check_speculative(cluster)]
     problems += check_roles(cluster, commands)
@@ -256,6 +257,21 @@ def check_shape(commands: Iterable[Command], install: EngineInstall, *, local_mo
     return [Problem(what, words=True) for what in found]
 
 
+def check_weights(commands: Iterable[Command]) -> list[Problem]:
+    """A problem for each file of weights that cannot be opened: a link to nothing, or somebody else's."""
+    problems = []
+    for folder in dict.fromkeys(command.argv[3] for command in commands):
+        for path in sorted(Path(folder).glob("*.safetensors")):
+            try:
+                path.open("rb").close()
+            except OSError as error:
+                link = f"it is a link to {path.readlink()}" if path.is_symlink() else "it cannot be opened"
+                problems.append(
+                    Problem(f"{path}: {link}: {error.strerror}: fetch the model again, or make it readable")
+                )
+    return problems
+
+
 def check_components(commands: Iterable[Command], install: EngineInstall, *, local_model: bool) -> list[Problem]:
     """A problem for each reason why replicas cannot share their components' weights as they were asked to."""
     found: dict[str, None] = {}
@@ -345,7 +361,8 @@ def check_memory(commands: list[Command], environ: Mapping[str, str] = os.enviro
         Problem(
             f"too little memory: the engines need about {needed / 1e9:.1f} GB ({each}; weights, KV cache "
             f"and {ENGINE_OVERHEAD_BYTES / 1e9:.1f} GB of overhead each) and {free / 1e9:.1f} GB are free. "
-            "Lower --kv-cache-memory-bytes, use a smaller model or --dtype bfloat16, or stop something."
+            f"Lower --kv-cache-memory-bytes (or {KV_SPACE}, where that is set), "
+            "use a smaller model or --dtype bfloat16, or stop something."
         )
     ]
 
@@ -382,14 +399,18 @@ def estimate(command: Command, environ: Mapping[str, str] = os.environ) -> Estim
     saved = int(weights * saved_share(command.argv, tensor_bytes(folder))) if ranks.local > 1 else 0
     vocabulary = int(VOCABULARY_COPIES * weights * vocabulary_share(folder)) * ranks.local
     weights += int(weights * (1 - expert_share(folder))) * (ranks.local - 1) - saved * ranks.local
-    kv = flag_value(command.argv, "--kv-cache-memory-bytes")
-    space = environ.get("VLLM_CPU_KVCACHE_SPACE", "")
-    if kv and kv.isdigit():
-        kv_bytes = int(kv)
-    else:
-        kv_bytes = int(space) << 30 if space.isdigit() else DEFAULT_KV_CACHE_BYTES
+    kv_bytes = _kv_cache_bytes(command, environ)
     overhead = ENGINE_OVERHEAD_BYTES + WORKER_OVERHEAD_BYTES * (ranks.workers - 1)
     return Estimate(weights, vocabulary, kv_bytes * ranks.workers, overhead)
+
+
+def _kv_cache_bytes(command: Command, environ: Mapping[str, str]) -> int:
+    """Bytes of KV cache of one worker: as the environment says, the command's own first, then the flag."""
+    space = decimal(command.environ.get(KV_SPACE, environ.get(KV_SPACE)))
+    if space is not None:
+        return space << 30
+    kv = human_size(flag_value(command.argv, "--kv-cache-memory-bytes") or "")
+    return DEFAULT_KV_CACHE_BYTES if kv is None else kv
 
 
 def estimates(commands: Mapping[str, Command], environ: Mapping[str, str] = os.environ) -> dict[str, Estimate]:
@@ -397,11 +418,10 @@ def estimates(commands: Mapping[str, Command], environ: Mapping[str, str] = os.e
     seen: dict[tuple[str, ...], Estimate] = {}
     made = {}
     for name, command in commands.items():
-        told = environ.get("VLLM_CPU_KVCACHE_SPACE", "")
-        space = command.environ.get("VLLM_CPU_KVCACHE_SPACE", told)
+        space = command.environ.get(KV_SPACE, environ.get(KV_SPACE, ""))
         key = (space, *without_flag(without_flag(command.argv, "--port"), "--host"))
         if key not in seen:
-            seen[key] = estimate(command, {"VLLM_CPU_KVCACHE_SPACE": space})
+            seen[key] = estimate(command, environ)
         made[name] = seen[key]
     return made
 
@@ -410,7 +430,11 @@ def weight_bytes(folder: Path, dtype: str | None) -> int:
     """Bytes of the weights in *folder* once they are served as *dtype* (None: as they are stored)."""
     total = 0
     for path in sorted(folder.glob("*.safetensors")):
-        size = path.stat().st_size
+        try:
+            size = path.stat().st_size
+        except OSError:
+            # check_weights says so.
+            continue
         stored = _STORED_BYTES.get(_stored_dtype(path), 0)
         served = _DTYPE_BYTES.get(dtype or "", 0)
         total += size * served // stored if stored and served else size
@@ -442,18 +466,25 @@ def tensor_bytes(folder: Path) -> dict[str, int]:
 
 def _stored_dtype(path: Path) -> str:
     """The type of the first tensor of a safetensors file."""
-    return next((str(entry["dtype"]) for entry in _tensors(path).values()), "")
+    return next((str(entry.get("dtype")) for entry in _tensors(path).values()), "")
 
 
 def _tensors(path: Path) -> dict[str, dict[str, Any]]:
     """What the header of a safetensors file (8 bytes of length, then JSON) says of each tensor."""
-    with path.open("rb") as handle:
-        try:
+    try:
+        with path.open("rb") as handle:
             (length,) = struct.unpack("<Q", handle.read(8))
             header = json.loads(handle.read(min(length, 100_000_000)))
-        except (struct.error, ValueError):
-            return {}
-    return {name: entry for name, entry in header.items() if name != "__metadata__"}
+    except (OSError, struct.error, ValueError, RecursionError):
+        return {}
+    if not isinstance(header, dict):
+        return {}
+    return {name: entry for name, entry in header.items() if name != "__metadata__" and _is_tensor(entry)}
+
+
+def _is_tensor(entry: Any) -> bool:
+    offsets = entry.get("data_offsets") if isinstance(entry, dict) else None
+    return isinstance(offsets, list) and len(offsets) == 2 and all(isinstance(each, int) for each in offsets)
 
 
 def available_bytes() -> int:

@@ -17,6 +17,7 @@ from baton.launch.commands import Command
 from baton.launch.ports import Claim, claims_of
 from baton.launch.preflight import Estimate
 from baton.launch.shapes import ranks_of
+from baton.numbers import decimal
 
 PYTHON = '"$PYTHON"'
 
@@ -49,7 +50,7 @@ class Process:
                 "ranks": ranks_of(self.instance.engine_args).workers,
                 "devices": list(self.instance.devices),
                 "cpus": list(self.instance.cpus),
-                "threads_per_worker": int(threads) if threads and threads.isdigit() else None,
+                "threads_per_worker": decimal(threads),
                 "memory_bytes": None if self.memory is None else {**vars(self.memory), "total": self.memory.total},
             }
         ports = [{"port": each.port, "host": each.host, "what": each.what} for each in self.ports]

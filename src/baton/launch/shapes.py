@@ -11,8 +11,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from baton.launch.errors import LaunchError
+from baton.numbers import MOST_RANKS, decimal
+
 _EXPERTS = ("num_experts", "moe_num_experts", "n_routed_experts", "num_local_experts")
 """What configs call the number of experts (vllm 0.32, transformers_utils/model_arch_config_convertor.py)."""
+
+_MOST_EXPERTS = 1 << 16
+"""More is a mistake in a config, and is left to vLLM."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +68,22 @@ def _ranks_of(args: tuple[str, ...]) -> Ranks:
     )
 
 
+def check_ranks(args: Sequence[str]) -> None:
+    """See that there are not so many ranks that looking at each takes for ever.
+
+    Raises:
+        LaunchError: there are.
+    """
+    sizes = ("--tensor-parallel-size", "-tp"), ("--pipeline-parallel-size", "-pp"), ("--data-parallel-size", "-dp")
+    for names in (*sizes, ("--data-parallel-size-local", "-dpl")):
+        size = _size(args, *names)
+        if size is not None and size > MOST_RANKS:
+            raise LaunchError(f"{names[0]} {size} is more than {MOST_RANKS} ranks: give fewer")
+    workers = ranks_of(args).workers
+    if workers > MOST_RANKS:
+        raise LaunchError(f"the parallel sizes of one engine come to {workers} workers, and {MOST_RANKS} is the most")
+
+
 def side_channels(port: int, ranks: Ranks) -> dict[int, str]:
     """The ports of an engine's side channel from *port* on, one a data parallel rank, and what each is called."""
     if ranks.data == 1:
@@ -75,10 +97,11 @@ def experts_of(config: Mapping[str, Any]) -> int:
         count = config.get(name)
         if isinstance(count, list) and count:
             count = count[0]
-        if isinstance(count, int) and count > 0:
+        if isinstance(count, int) and 0 < count <= _MOST_EXPERTS:
             return count
     blocks = [block for block in config.get("block_configs") or () if isinstance(block, dict)]
-    return max((block.get("n_routed_experts") or 0 for block in blocks), default=0)
+    counts = (block.get("n_routed_experts") for block in blocks)
+    return max((each for each in counts if isinstance(each, int) and each <= _MOST_EXPERTS), default=0)
 
 
 def experts_problem(config: Mapping[str, Any], model: str, args: Sequence[str], *, on_cpu: bool) -> str | None:
@@ -129,8 +152,7 @@ def _size(args: Sequence[str], *names: str) -> int | None:
 
 
 def _number(args: Sequence[str], *names: str) -> int | None:
-    text = _value(args, *names)
-    return int(text) if text is not None and text.isdigit() else None
+    return decimal(_value(args, *names))
 
 
 def _value(args: Sequence[str], *names: str) -> str | None:

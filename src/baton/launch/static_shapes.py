@@ -11,7 +11,7 @@ from baton.engine import STATIC_SHAPES, own_config, static_shapes_asked_for, sta
 from baton.launch.commands import Command, flag_value, json_flag
 from baton.launch.devices import EngineInstall
 from baton.launch.errors import LaunchError
-from baton.launch.planned import whole
+from baton.launch.planned import size, whole
 from baton.launch.problem import Problem
 from baton.launch.shapes import ranks_of
 
@@ -32,9 +32,9 @@ def _problems(command: Command, install: EngineInstall) -> list[str]:
         return static_shapes_problems(config)
     found = static_shapes_problems(
         config,
-        max_tokens=whole(flag_value(command.argv, "--max-num-batched-tokens")),
+        max_tokens=size(flag_value(command.argv, "--max-num-batched-tokens")),
         max_seqs=whole(flag_value(command.argv, "--max-num-seqs")),
-        max_len=whole(flag_value(command.argv, "--max-model-len")),
+        max_len=size(flag_value(command.argv, "--max-model-len")),
     )
     # On Trainium the Neuron plugin reads these sizes, and has a runner of its own.
     if install.device != "cpu" and (install.device != "neuron" or command.environ.get(STATIC_SHAPES) == "1"):

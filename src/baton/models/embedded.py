@@ -72,11 +72,19 @@ EMBEDDED: Mapping[str, EmbeddedModel] = {SMOLLM2.name: SMOLLM2}
 
 
 def cache_root(environ: Mapping[str, str] = os.environ) -> Path:
-    """The folder for what Baton can make again: $BATON_CACHE, else $XDG_CACHE_HOME/baton, else ~/.cache/baton."""
-    if environ.get("BATON_CACHE"):
-        return Path(environ["BATON_CACHE"]).expanduser()
-    base = environ.get("XDG_CACHE_HOME")
-    return (Path(base).expanduser() if base else Path.home() / ".cache") / "baton"
+    """The folder for what Baton can make again: $BATON_CACHE, else $XDG_CACHE_HOME/baton, else ~/.cache/baton.
+
+    Raises:
+        ModelError: it would be in the home of nobody.
+    """
+    own, base = environ.get("BATON_CACHE"), environ.get("XDG_CACHE_HOME")
+    try:
+        if own:
+            return Path(own).expanduser()
+        return (Path(base).expanduser() if base else Path.home() / ".cache") / "baton"
+    except RuntimeError as error:
+        name = "BATON_CACHE" if own else "XDG_CACHE_HOME"
+        raise ModelError(f"{name}={own or base!r}: there is no such home: write the path out") from error
 
 
 def installed_path(model: EmbeddedModel, root: Path | None = None) -> Path | None:

@@ -37,12 +37,17 @@ def resolve(model: str, report: Report = lambda _: None, root: Path | None = Non
     embedded = EMBEDDED.get(model.lower())
     if embedded is not None:
         return ResolvedModel(str(ensure(embedded, root, report)), embedded.name, embedded.engine_flags)
-    folder = Path(model or "\0").expanduser()
-    if folder.is_dir():
+    try:
+        folder = Path(model or "\0").expanduser()
+        is_folder, is_there = folder.is_dir(), folder.exists()
+    except (OSError, RuntimeError) as error:
+        why = (error.strerror or str(error)) if isinstance(error, OSError) else "there is no such home"
+        raise ModelError(f"there is no model at {_shown(model)}: {why}: give another path") from error
+    if is_folder:
         if not (folder / "config.json").is_file():
             raise ModelError(f"{model!r} is a folder without a config.json: it holds no model that vLLM can serve")
         return ResolvedModel(str(folder.resolve()), model.rstrip("/"))
-    if folder.exists():
+    if is_there:
         raise ModelError(f"{model!r} is a file; give the folder that holds config.json and the weights")
     looks_like_path = model.startswith(("/", ".", "~")) or model.count("/") > 1
     if looks_like_path or not _HUB_ID.match(model):
@@ -56,3 +61,7 @@ def resolve(model: str, report: Report = lambda _: None, root: Path | None = Non
             "nor a hub id (org/name)"
         )
     return ResolvedModel(model, model, local=False)
+
+
+def _shown(text: str) -> str:
+    return repr(text if len(text) <= 80 else f"{text[:77]}...")
