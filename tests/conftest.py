@@ -1,4 +1,4 @@
-"""For all tests: a slow machine is no fault of what hypothesis tries, and a cluster that runs here is none of theirs."""
+"""For all tests: a slow machine is no fault of what hypothesis tries, and clusters that run here are none of theirs."""
 
 from __future__ import annotations
 
