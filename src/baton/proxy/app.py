@@ -58,9 +58,6 @@ RELEASE_SECONDS = 1.0
 """How long a stop waits for decode servers to be told of tickets that nobody will use."""
 LEFT = 499
 """The status that is counted for a request whose client left before its answer was whole."""
-# Request ids: random for each start, then counted; a random number each would cost a system call.
-_BOOT = secrets.token_hex(10).encode()
-_NUMBERS = itertools.count()
 
 Told = (legs.Refused, NoInstance, ProxyError, EngineRefusal, StreamFailed)
 
@@ -242,6 +239,10 @@ class Proxy:
         self._keys = Keys(settings.api_keys)
         self._admin_keys = Keys([settings.admin_key]) if settings.admin_key else self._keys
         self._origins = Origins(settings.cors_origins)
+        # Request ids: random for each proxy, then counted; a random number each would cost a system call. Not made with
+        # the module: workers are forked, and would share it.
+        self._boot = secrets.token_hex(10).encode()
+        self._numbers = itertools.count()
         self._id_headers = tuple(name.lower().encode() for name in settings.request_id_headers)
         self._beats = None if settings.keep_alive_seconds is None else Beats(settings.keep_alive_seconds)
         self._access_log = AccessLog(settings.access_log) if settings.access_log else None
@@ -497,7 +498,7 @@ class Proxy:
 
     def _begin(self, request: Request, rules: Rules, times: Times, common: list[Header]) -> Journey:
         """The journey of a request whose body is still unread."""
-        request_id = _BOOT + b"%012x" % next(_NUMBERS)
+        request_id = self._boot + b"%012x" % next(self._numbers)
         own_id = request_id
         for name in self._id_headers:
             value = request.header(name)
