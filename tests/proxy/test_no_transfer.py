@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from baton.cluster import Role
 from baton.proxy import OnNoTransfer, proof, transfers, warm_up
 from tests.proxy.fakes import (
     FakeEngine,
@@ -305,6 +306,68 @@ def test_without_a_prefill_server_only_fallback_answers(how: str, policy: OnNoTr
                 assert body["max_tokens"] == 7
                 assert body.get("kv_transfer_params") is None
                 assert await counted(made, "baton_no_transfer_total", cause="no_prefill") == 1
+
+    asyncio.run(go())
+
+
+async def all_alone(_: FakeEngine, __: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+    """A decode server that was handed nothing: it has the logits of the prompt and answers for it."""
+    choice: dict[str, Any] = {"text": (body["prompt"] if body.get("echo") else "") + "one"}
+    if body.get("logprobs"):
+        choice["logprobs"] = {"tokens": ["hello ", "one"] if body.get("echo") else ["one"]}
+    if body.get("prompt_logprobs") is not None:
+        choice["prompt_logprobs"] = [None, {"1": {"logprob": -1.0}}]
+    return web.json_response({"choices": [choice]})
+
+
+@pytest.mark.parametrize("way", ["gone", "fails"])
+@pytest.mark.parametrize(
+    ("asked", "answered"),
+    [
+        ({"prompt_logprobs": 1}, {"text": "one", "prompt_logprobs": [None, {"1": {"logprob": -1.0}}]}),
+        ({"echo": True, "logprobs": 1}, {"text": "hello one", "logprobs": {"tokens": ["hello ", "one"]}}),
+    ],
+)
+def test_a_decode_server_that_is_alone_answers_for_the_prompt_too(
+    way: str, asked: dict[str, Any], answered: dict[str, Any]
+) -> None:
+    async def go() -> None:
+        async with house(on_no_transfer=OnNoTransfer.FALLBACK) as made:
+            await no_prefill(made, way)
+            made.decode[0].answer = all_alone
+            async with made.post({"prompt": "hello ", **asked}) as response:
+                assert (response.status, await response.json()) == (200, {"choices": [answered]})
+            assert made.decode[0].bodies == [{"prompt": "hello ", **asked}]
+
+    asyncio.run(go())
+
+
+async def no_prefill(made: House, way: str) -> None:
+    """No prefill server can be had: known before anything is sent, or found out by the prefill leg."""
+    if way == "gone":
+        made.proxy.fleet.pools[Role.PREFILL][0].unreachable("nobody is there")
+        assert made.prefill[0].server is not None
+        await made.prefill[0].server.close()
+    else:
+        made.prefill[0].answer = dies
+
+
+@pytest.mark.parametrize("way", ["gone", "fails"])
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize(("asked", "answers"), [({"prompt": "a", "n": 2}, 2), ({"prompt": ["a", "b"], "n": 2}, 4)])
+def test_several_answers_fall_back_together(asked: dict[str, Any], answers: int, streamed: bool, way: str) -> None:
+    async def go() -> None:
+        async with house(on_no_transfer=OnNoTransfer.FALLBACK) as made:
+            await no_prefill(made, way)
+            async with asyncio.timeout(10.0), made.post({**asked, "stream": streamed}) as response:
+                assert response.status == 200
+                raw = await response.text()
+            assert len(made.decode[0].bodies) == answers
+            if streamed:
+                assert raw.endswith("data: [DONE]\n\n")
+            else:
+                assert [each["index"] for each in json.loads(raw)["choices"]] == list(range(answers))
+            await until(lambda: made.proxy.way.gate.active == 0)
 
     asyncio.run(go())
 

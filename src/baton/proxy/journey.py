@@ -109,7 +109,7 @@ class Journey:
         times: when it passed each mark.
         state: where it is.
         prefill, decode: the instances, once they are chosen.
-        on_prefilled: called when the prefill leg is answered.
+        on_prefilled: called when the prefill leg is answered, or when there is none (``--on-no-transfer fallback``).
         span: of the whole request.
         beat: what speaks while its stream is silent.
         named: whether the answer says which instances made it.
@@ -426,10 +426,13 @@ def errand_for(journey: Journey, sent: Sent) -> Errand:
 
 
 def decode_leg(journey: Journey, way: Way, ticket: Ticket | None, linger_seconds: float) -> tuple[Leg, bool]:
-    """The decode leg, to be entered, and whether a part of its answer is the prefill server's."""
+    """The decode leg, to be entered, and whether a part of its answer is the prefill server's.
+
+    Nothing is when there is no prefill server: then the decode server computes the prompt, and has all its logits.
+    """
     assert journey.decode is not None
     raw = journey.raw
-    scored = legs.asks_prompt_scores(journey.body, journey.rules)
+    scored = journey.prefill is not None and legs.asks_prompt_scores(journey.body, journey.rules)
     if scored:
         raw = legs.written(legs.without_prompt_scores(journey.body, journey.rules))
     if journey.turn is not None:
