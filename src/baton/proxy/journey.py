@@ -25,12 +25,13 @@ from baton.hand_over import ASK
 from baton.http import Broken, Buffer, ConnectFailed, Header, Request, Response, TooLate, TooSlow
 from baton.proxy import legs
 from baton.proxy.admission import Gate
-from baton.proxy.answers import Correction, Prefilled, failed
+from baton.proxy.answers import Correction, Prefilled, is_broken, says_failed, suspicious
 from baton.proxy.attempts import OF_THE_TRANSFER, Attempts, Cause, Retries, cause_of_status
 from baton.proxy.beat import Beat
 from baton.proxy.door import check_rank
 from baton.proxy.errors import Fault, ProxyError, StreamFailed
 from baton.proxy.fleet import Fleet, ProxyInstance
+from baton.proxy.legs import Style
 from baton.proxy.metrics import Metrics
 from baton.proxy.outstanding import Outstanding
 from baton.proxy.release import LATE_SECONDS, LINGER_SECONDS, Errand, Releases
@@ -319,16 +320,19 @@ async def prefill(journey: Journey, way: Way, ask: Mapping[str, Any] = ASK, adde
                 raise EngineRefusal(await read_answer(response))
             raw = await read_body(response)
         times.prefilled = time.monotonic()
-        if failed(raw):
-            raise ProxyError(502, "the prefill server failed while it computed the prompt", retry=True)
         try:
             value = orjson.loads(raw)
         except orjson.JSONDecodeError as error:
             raise ProxyError(502, "the prefill server's answer is not JSON", retry=True) from error
+        ticket = Ticket.from_answer(value, times.prefilled)
+        if (suspicious(raw) and says_failed(value)) or (journey.rules.style is Style.RESPONSES and is_broken(value)):
+            if ticket is not None:
+                way.releases.unwanted(ticket, errand_for(journey, (instance, journey.headers, journey.raw)))
+            raise ProxyError(502, "the prefill server failed while it computed the prompt", retry=True)
     except Fault as fault:
         fault.at = Role.PREFILL
         raise
-    journey.ticket = ticket = Ticket.from_answer(value, times.prefilled)
+    journey.ticket = ticket
     if ticket is not None:
         journey.state = State.HANDED_OFF
         instance.hear(ticket.params)

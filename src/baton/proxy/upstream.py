@@ -123,12 +123,28 @@ async def read_answer(response: Response) -> Answer:
 
 
 async def read_body(response: Response) -> bytes:
-    """Its body alone, without any content coding."""
+    """Its body alone, without any content coding.
+
+    Raises:
+        Broken, ProxyError: as :func:`read_answer`.
+    """
     body, decode = await response.read(), decoder(response)
-    if decode is None:
-        return body
+    return body if decode is None else _undone(decode, body)
+
+
+def plain(response: Response, raw: bytes) -> bytes:
+    """The whole body *raw* of an answer, without any content coding.
+
+    Raises:
+        ProxyError: as :func:`read_answer`.
+    """
+    decode = decoder(response)
+    return raw if decode is None else _undone(decode, raw)
+
+
+def _undone(decode: Callable[[bytes], bytes], raw: bytes) -> bytes:
     try:
-        return decode(body)
+        return decode(raw)
     except zlib.error as error:
         raise ProxyError(502, "the engine's answer is not compressed as it says") from error
 
