@@ -13,7 +13,7 @@ import pytest
 from aiohttp import web
 
 from baton.cluster import Endpoint, Role
-from baton.proxy import Patience
+from baton.proxy import Patience, Retries
 from baton.proxy.breaker import BreakerRules
 from baton.proxy.fleet import InstanceState, ProxyInstance
 from tests.proxy.fakes import FakeEngine, House, decode_answer, hang, prefill_answer, stream, until, with_house
@@ -141,6 +141,50 @@ def test_an_engine_that_fails_what_it_is_asked_is_out_and_comes_back_by_trials(r
         assert len(sick.bodies) > asked + 2
 
     with_house(test, prefill=2, decode=2, breaker=QUICK)
+
+
+async def asides(made: House) -> list[int]:
+    """The statuses of what reaches decode servers and generates nothing."""
+    got = [(await made.get("/v1/models"))[0]]
+    async with made.post({"prompt": "a"}, "/tokenize") as response:
+        got.append(response.status)
+    await made.proxy.way.transfers.scrape(made.proxy.fleet, made.proxy.way.upstream, [])
+    return got
+
+
+def test_what_generates_nothing_says_nothing_of_an_engine_that_cannot_generate() -> None:
+    async def test(made: House) -> None:
+        sick, (instance,) = made.decode[0], instances(made, D)
+        sick.metrics = lambda: ""
+        sick.answer = fail
+        for _ in range(3):
+            assert await status(made) == 500
+            assert await asides(made) == ([200, 200] if instance.usable else [503, 503])
+        assert instance.state() is InstanceState.OPEN
+        await until(lambda: instance.state() is InstanceState.HALF_OPEN)
+        # They neither close it nor take the trial
+        for _ in range(3):
+            assert await asides(made) == [200, 200]
+        assert instance.state() is InstanceState.HALF_OPEN
+        begun, release = asyncio.Event(), asyncio.Event()
+
+        async def wait(engine: FakeEngine, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+            begun.set()
+            await release.wait()
+            return await decode_answer(engine, request, body)
+
+        sick.answer = wait
+        trial = asyncio.create_task(status(made))
+        await begun.wait()
+        # nor end it.
+        async with made.proxy.way.upstream.get(instance, b"/v1/models", []) as response:
+            await response.read()
+            assert response.status == 200
+        assert await status(made) == 503
+        release.set()
+        assert await trial == 200
+
+    with_house(test, breaker=BreakerRules(failures=3, successes=2, open_seconds=1.5), retries=Retries(most=0))
 
 
 def test_a_pool_whose_engines_all_fail_is_a_503_that_says_when_to_come_again_and_one_request_is_let_through() -> None:

@@ -121,7 +121,9 @@ class Releases:
         body = errand.body(ticket)
         for _ in range(ROUNDS):
             for instance in in_turn(self._reachable(), errand.decode, but):
-                leg = self._upstream.post(instance, errand.path, errand.headers, body, linger_seconds=LINGER_SECONDS)
+                leg = self._upstream.post(
+                    instance, errand.path, errand.headers, body, linger_seconds=LINGER_SECONDS, aside=True
+                )
                 if await told(leg, errand.refused, pushed=ticket.pushed):
                     self._outstanding.drop(ticket)
                     return

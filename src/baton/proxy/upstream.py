@@ -276,6 +276,17 @@ class Leg:
                 raise ProxyError(502, f"the {role} server broke off its answer", retry=True) from error
 
 
+class AsideLeg(Leg):
+    """A leg of no generation. Whether an engine can generate its answer does not say, and neither does its failure: it
+    tells only that nobody is there, and is no trial of a breaker that is half-open, nor the end of one."""
+
+    __slots__ = ()
+
+    def _judge(self, error: BaseException | None) -> None:
+        if isinstance(error, ConnectFailed) and not isinstance(error, OutOfDescriptors):
+            self._instance.unreachable(str(error))
+
+
 class Upstream:
     """Connections to every engine of a fleet, made when they are first needed.
 
@@ -329,6 +340,7 @@ class Upstream:
         span: Span | None = None,
         *,
         linger_seconds: float = 0.0,
+        aside: bool = False,
     ) -> Leg:
         """One leg, to be entered with ``async with``: gives the engine's response once its head is in.
 
@@ -338,14 +350,15 @@ class Upstream:
 
         Args:
             linger_seconds: see :meth:`baton.http.Pool.request`.
+            aside: whether it is one that generates nothing (:class:`AsideLeg`).
         """
         pool = self._pools.get(instance.id) or self._open(instance)
         exchange = pool.request(b"POST", path, headers, body, linger_seconds=linger_seconds)
-        return Leg(instance, exchange, span)
+        return (AsideLeg if aside else Leg)(instance, exchange, span)
 
     def get(self, instance: ProxyInstance, path: bytes, headers: Iterable[Header]) -> Leg:
-        """The same for a GET."""
-        return Leg(instance, self._pool(instance).request(b"GET", path, headers), None)
+        """The same for a GET, which generates nothing."""
+        return AsideLeg(instance, self._pool(instance).request(b"GET", path, headers), None)
 
     def _question(self, instance: ProxyInstance, path: bytes) -> Exchange:
         """One of the proxy's own, that shows whether an engine is there: no silence of the engine's cuts it short."""
