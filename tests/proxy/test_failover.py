@@ -47,7 +47,7 @@ def as_new(made: House) -> None:
         instance._settle("as new")
     for pool in (P, D):
         policy: Any = getattr(made.proxy.way, f"{pool}_policy")
-        policy._pick.__self__._last = -1
+        policy._last = -1
 
 
 async def at_rest(made: House, held: int = 0) -> None:

@@ -42,7 +42,7 @@ from baton.proxy.metrics import Metrics
 from baton.proxy.modes import run_prefill_alone, run_several, run_single, turn_of
 from baton.proxy.outstanding import Outstanding
 from baton.proxy.release import Releases
-from baton.proxy.routing import POLICIES, Picker
+from baton.proxy.routing import POLICIES
 from baton.proxy.samples import parts
 from baton.proxy.tracing import Tracer
 from baton.proxy.transfer_policy import OnNoTransfer
@@ -201,8 +201,8 @@ class Proxy:
         self.way = Way(
             self.fleet,
             upstream,
-            Picker(POLICIES[settings.prefill_policy or settings.policy]()),
-            Picker(POLICIES[settings.decode_policy or settings.policy]()),
+            POLICIES[settings.prefill_policy or settings.policy](),
+            POLICIES[settings.decode_policy or settings.policy](),
             Metrics(
                 self.fleet,
                 gate,
@@ -426,6 +426,7 @@ class Proxy:
             journey.state = State.FAILED
         finally:
             del self._open[first_id]
+            journey.end_trials()
             if journey.admitted:
                 way.gate.leave()
             if way.decode_gate is not None:

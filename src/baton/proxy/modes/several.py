@@ -47,6 +47,7 @@ async def run_several(journey: Journey, made: Sequence[Part], way: Way, responde
             prefilled()
         finally:
             own.book(None)
+            own.end_trials()
             journey.retries += own.retries
 
     leading = {part.prompt: part.index for part in reversed(made)}
