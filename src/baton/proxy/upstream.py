@@ -32,6 +32,7 @@ from baton.proxy.breaker import USUAL_PROBES, ProbeRules
 from baton.proxy.engine_info import BadEngineInfo, EngineInfo
 from baton.proxy.errors import JSON, ProxyError, StreamFailed
 from baton.proxy.fleet import Fleet, ProxyInstance
+from baton.proxy.forever import forever
 from baton.proxy.tracing import Span
 
 logger = logging.getLogger("baton.proxy")
@@ -423,15 +424,16 @@ class Upstream:
 
     async def sweep_forever(self) -> None:
         """Close connections that were idle for too long, and give up legs that wait for too long, once a second."""
-        while True:
-            await asyncio.sleep(SWEEP_SECONDS)
-            for name, pool in list(self._pools.items()):
-                pool.sweep()
-                instance = self._instances[name]
-                pool.hush(*self._silence(instance))
-                if instance.removed and not pool.size and not instance.in_flight:
-                    pool.close()
-                    del self._pools[name], self._instances[name]
+        await forever(SWEEP_SECONDS, self._sweep)
+
+    async def _sweep(self) -> None:
+        for name, pool in list(self._pools.items()):
+            pool.sweep()
+            instance = self._instances[name]
+            pool.hush(*self._silence(instance))
+            if instance.removed and not pool.size and not instance.in_flight:
+                pool.close()
+                del self._pools[name], self._instances[name]
 
     def _silence(self, instance: ProxyInstance) -> tuple[float, float]:
         """Seconds without a word after which a leg on *instance* is given up: before its first byte, and after it.
