@@ -474,6 +474,21 @@ def test_what_engines_move_is_a_metric() -> None:
     asyncio.run(go())
 
 
+def test_nothing_is_kept_of_what_is_removed() -> None:
+    async def go() -> None:
+        async with readying(lambda *_: None, scrape_seconds=0.02) as (made, _):
+            counted_engines = made.proxy.way.transfers
+            await until(lambda: set(counted_engines.engines) == {"P0", "D0"})
+            warm: Any = made.proxy._warm_up
+            assert set(warm._tried) == set(warm._found) == set(warm._proved_at) == {("P0", "D0")}
+            async with made.client.delete(f"{made.url}/instances/D0") as response:
+                assert response.status == 200
+            await until(lambda: set(counted_engines.engines) == {"P0"})
+            await until(lambda: not (warm._tried or warm._found or warm._proved_at or warm._again))
+
+    asyncio.run(go())
+
+
 def test_an_engine_that_counts_failures_is_proven_anew() -> None:
     failures = 0
 
