@@ -172,7 +172,7 @@ def strict(body: dict[str, Any], role: Role) -> web.Response | None:
     if body.get("stream_options") and not body.get("stream"):
         return web.json_response({"error": {"message": "stream_options without stream"}}, status=400)
     scores = fields.get("prompt_logprobs") is not None or (fields.get("echo") and fields.get("logprobs") is not None)
-    if role is Role.DECODE and scores:
+    if role is Role.DECODE and scores and body.get("kv_transfer_params"):
         return web.json_response({"error": {"message": "no logits of the prompt"}}, status=500)
     return None
 

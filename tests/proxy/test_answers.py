@@ -136,6 +136,23 @@ def test_a_model_that_writes_of_errors_has_not_failed() -> None:
     assert correction().run(b"data: " + raw + b"\n\n") == (b"data: " + raw + b"\n\n", None)
 
 
+ECHOED: list[dict[str, Any]] = [
+    {"metadata": {"finish_reason": "error", "status": "failed", "error": "x", "kv_transfer_params": "x"}},
+    {"tools": [{"name": "f", "parameters": {"default": {"finish_reason": "abort", "choices": []}}}]},
+    {"metadata": {"choices": [{"finish_reason": "error"}]}},
+]
+
+
+@pytest.mark.parametrize("said", ECHOED)
+def test_what_a_client_said_is_no_failure_when_an_engine_says_it_again(said: dict[str, Any]) -> None:
+    answer = {"id": "resp_1", "status": "completed", "error": None, "output": [], **said}
+    assert not failed(orjson.dumps(answer))
+    assert orjson.loads(correction("/v1/responses").whole(orjson.dumps(answer))) == answer
+    for name in ("response.created", "response.completed"):
+        event = b"event: %b\ndata: %b\n\n" % (name.encode(), orjson.dumps({"type": name, "response": answer}))
+        assert correction("/v1/responses").run(event) == (event, None)
+
+
 @pytest.mark.parametrize("event", [b'data: {"error": {"code": 500}}\n\n', b'event: error\ndata: {"type":"error"}\n\n'])
 def test_an_engines_error_event_ends_the_stream(event: bytes) -> None:
     run, error = correction().run(b"data: 1\n\n" + event + b"data: [DONE]\n\n")

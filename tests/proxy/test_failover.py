@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import itertools
 import json
 import logging
@@ -46,7 +47,7 @@ def as_new(made: House) -> None:
         instance._settle("as new")
     for pool in (P, D):
         policy: Any = getattr(made.proxy.way, f"{pool}_policy")
-        policy._pick.__self__._last = -1
+        policy._last = -1
 
 
 async def at_rest(made: House, held: int = 0) -> None:
@@ -281,6 +282,69 @@ def test_nothing_is_tried_again_once_the_client_has_heard_a_part_of_the_answer()
         assert raw.startswith(b'data: {"choices": [{"text": "one"}]}\n\n') and b"[DONE]" not in raw
         assert json.loads(raw.split(b"\n\n")[-2].removeprefix(b"data: "))["error"]["code"] == 502
         assert [len(each.bodies) for each in (*made.prefill, *made.decode)] == [1, 0, 1, 0]
+
+    with_spares(test)
+
+
+RESPONSES = "/v1/responses"
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (RESPONSES, {"input": "a", "metadata": {"finish_reason": "error"}}),
+        (RESPONSES, {"input": "a", "tools": [{"parameters": {"default": {"finish_reason": "abort"}}}]}),
+        (RESPONSES, {"input": "a", "metadata": {"status": "failed"}}),
+    ],
+)
+def test_what_a_client_said_makes_no_answer_a_failure(path: str, body: dict[str, Any]) -> None:
+    def saying_again(answer: dict[str, Any]) -> Any:
+        async def say(engine: FakeEngine, _: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+            said = {name: body[name] for name in ("metadata", "tools") if name in body}
+            if engine.role is P:
+                ticket = {"do_remote_prefill": True, "remote_engine_id": "p"}
+                said["kv_transfer_params"] = {**ticket, "remote_block_ids": [[engine.ledger.give()]]}
+            return web.json_response({**answer, **said})
+
+        return say
+
+    async def test(made: House) -> None:
+        for engine in made.prefill:
+            engine.answer = saying_again({"id": "resp_1", "status": "incomplete", "output": []})
+        for engine in made.decode:
+            engine.answer = saying_again({"id": "resp_1", "status": "completed", "output": []})
+        async with made.post(body, path) as response:
+            assert response.status == 200
+            assert (await response.json())["status"] == "completed"
+        assert [len(each.bodies) for each in (*made.prefill, *made.decode)] == [1, 0, 1, 0]
+
+    with_spares(test)
+
+
+@pytest.mark.parametrize(
+    ("path", "answer"),
+    [
+        ("/v1/completions", {"choices": [{"text": "", "finish_reason": "error"}]}),
+        ("/v1/completions", {"choices": [{"text": "", "finish_reason": "abort"}]}),
+        (RESPONSES, {"id": "resp_1", "status": "failed", "output": []}),
+    ],
+)
+def test_a_prompt_that_failed_is_computed_elsewhere_and_its_ticket_given_back(
+    path: str, answer: dict[str, Any]
+) -> None:
+    async def test(made: House) -> None:
+        async def fail(engine: FakeEngine, _: web.Request, __: dict[str, Any]) -> web.StreamResponse:
+            ticket = {"do_remote_prefill": True, "remote_engine_id": "p"}
+            return web.json_response(
+                {**answer, "kv_transfer_params": {**ticket, "remote_block_ids": [[engine.ledger.give()]]}}
+            )
+
+        made.prefill[0].answer = fail
+        async with made.post({"prompt": "a", "input": "a"}, path) as response:
+            assert response.status == 200
+        assert [len(each.bodies) for each in made.prefill] == [1, 1]
+        assert made.proxy.way.outstanding.given == {"P0": 1, "P1": 1}
+        await until(lambda: made.ledger.held == set())
 
     with_spares(test)
 
@@ -535,7 +599,8 @@ def test_when_one_part_fails_the_tickets_of_the_others_are_given_back(streamed: 
 class RacingPrefill:
     """A prefill server whose answer and whose client's leaving cross each other on the wire."""
 
-    def __init__(self, made: House, place: int = 0) -> None:
+    def __init__(self, made: House, place: int = 0, *, packed: bool = False) -> None:
+        self.packed = packed
         self.ledger = made.ledger
         self.asked = 0
         self.made = made
@@ -554,14 +619,20 @@ class RacingPrefill:
         await reader.read()
         ticket = {"do_remote_prefill": True, "remote_engine_id": "p", "remote_block_ids": [[self.ledger.give()]]}
         body = json.dumps({"choices": [], "kv_transfer_params": ticket}).encode()
-        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))
+        coding = b""
+        if self.packed:
+            body, coding = gzip.compress(body), b"content-encoding: gzip\r\n"
+        writer.write(b"HTTP/1.1 200 OK\r\n%bcontent-length: %d\r\n\r\n%b" % (coding, len(body), body))
         writer.close()
 
 
+@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("streamed", [False, True])
-def test_an_answer_of_prefill_that_crosses_with_the_clients_leaving_leaves_no_ticket(streamed: bool) -> None:
+def test_an_answer_of_prefill_that_crosses_with_the_clients_leaving_leaves_no_ticket(
+    streamed: bool, packed: bool
+) -> None:
     async def test(made: House) -> None:
-        racing = RacingPrefill(made)
+        racing = RacingPrefill(made, packed=packed)
         await racing.stand_in()
         await leave(made, lambda: racing.asked == 1, {"prompt": "a", "stream": streamed})
         await until(lambda: made.ledger.pulled == [0])

@@ -13,7 +13,7 @@ import pytest
 from aiohttp import web
 
 from baton.cluster import Endpoint, Role
-from baton.proxy import Patience
+from baton.proxy import Patience, Retries
 from baton.proxy.breaker import BreakerRules
 from baton.proxy.fleet import InstanceState, ProxyInstance
 from tests.proxy.fakes import FakeEngine, House, decode_answer, hang, prefill_answer, stream, until, with_house
@@ -141,6 +141,139 @@ def test_an_engine_that_fails_what_it_is_asked_is_out_and_comes_back_by_trials(r
         assert len(sick.bodies) > asked + 2
 
     with_house(test, prefill=2, decode=2, breaker=QUICK)
+
+
+async def asides(made: House) -> list[int]:
+    """The statuses of what reaches decode servers and generates nothing."""
+    got = [(await made.get("/v1/models"))[0]]
+    async with made.post({"prompt": "a"}, "/tokenize") as response:
+        got.append(response.status)
+    await made.proxy.way.transfers.scrape(made.proxy.fleet, made.proxy.way.upstream, [])
+    return got
+
+
+def test_what_generates_nothing_says_nothing_of_an_engine_that_cannot_generate() -> None:
+    async def test(made: House) -> None:
+        sick, (instance,) = made.decode[0], instances(made, D)
+        sick.metrics = lambda: ""
+        sick.answer = fail
+        for _ in range(3):
+            assert await status(made) == 500
+            assert await asides(made) == ([200, 200] if instance.usable else [503, 503])
+        assert instance.state() is InstanceState.OPEN
+        await until(lambda: instance.state() is InstanceState.HALF_OPEN)
+        # They neither close it nor take the trial
+        for _ in range(3):
+            assert await asides(made) == [200, 200]
+        assert instance.state() is InstanceState.HALF_OPEN
+        begun, release = asyncio.Event(), asyncio.Event()
+
+        async def wait(engine: FakeEngine, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+            begun.set()
+            await release.wait()
+            return await decode_answer(engine, request, body)
+
+        sick.answer = wait
+        trial = asyncio.create_task(status(made))
+        await begun.wait()
+        # nor end it.
+        async with made.proxy.way.upstream.get(instance, b"/v1/models", []) as response:
+            await response.read()
+            assert response.status == 200
+        assert await status(made) == 503
+        release.set()
+        assert await trial == 200
+
+    with_house(test, breaker=BreakerRules(failures=3, successes=2, open_seconds=1.5), retries=Retries(most=0))
+
+
+def half_open(made: House, role: Role) -> ProxyInstance:
+    """The first of *role*, due a trial; one that is begun and not ended lasts as long as a test."""
+    (instance, *_) = instances(made, role)
+    instance.breaker.trip(time.monotonic(), "broken")
+    instance.breaker.since -= LONG.open_seconds
+    instance.leg_good()
+    assert instance.state() is InstanceState.HALF_OPEN and not instance.usable
+    return instance
+
+
+LONG = BreakerRules(open_seconds=600.0, successes=3)
+SAID = {"engine_id": "e", "transfer_mode": "pull", "side_channel_host": "h", "side_channel_port": 5, "dp_size": 1}
+
+
+async def names_no_rank(made: House) -> None:
+    async with made.post({"prompt": "a"}, headers={"X-data-parallel-rank": "9"}) as response:
+        assert response.status == 400
+
+
+async def is_refused_by_prefill(made: House) -> None:
+    made.prefill[0].answer = refuse
+    assert await status(made) == 400
+    # Of several parts one is the trial, and another may find nobody.
+    assert await status(made, prompt=["a", "b"], n=2) in (400, 503)
+    made.prefill[0].answer = None
+
+
+async def fails_in_prefill(made: House) -> None:
+    made.prefill[0].answer = fail
+    assert await status(made) == 500
+    made.prefill[0].answer = None
+
+
+async def leaves_in_prefill(made: House) -> None:
+    made.prefill[0].answer = hang
+    asked = len(made.prefill[0].bodies)
+    asking = asyncio.create_task(status(made))
+    await until(lambda: len(made.prefill[0].bodies) > asked)
+    asking.cancel()
+    await until(lambda: not made.proxy._open)
+    made.prefill[0].answer = None
+
+
+async def generates_nothing(made: House) -> None:
+    assert await status(made, echo=True, max_tokens=0) == 200
+
+
+IN_VAIN = [names_no_rank, is_refused_by_prefill, fails_in_prefill, leaves_in_prefill, generates_nothing]
+
+
+@pytest.mark.parametrize(
+    ("half", "request_that"),
+    [("prefill", names_no_rank), *((half, each) for half in ("decode", "pair") for each in IN_VAIN)],
+)
+def test_a_request_that_never_comes_to_what_is_half_open_is_no_trial_of_it(half: str, request_that: Any) -> None:
+    async def test(made: House) -> None:
+        (prefill,), (decode,) = instances(made, P), instances(made, D)
+        if half == "pair":
+            for _ in range(3):
+                made.proxy.fleet.pairs.fail("P0", "D0", time.monotonic(), "500")
+            made.proxy.fleet.pairs.bad["P0", "D0"].since -= LONG.open_seconds
+        else:
+            half_open(made, Role(half))
+        await request_that(made)
+        await until(lambda: not made.proxy._open)
+        now = time.monotonic()
+        assert made.proxy.fleet.may_pair(prefill, decode)
+        assert all(each.usable or each.admits(now) for each in (prefill, decode))
+        assert await status(made) == 200
+
+    with_house(
+        test,
+        breaker=LONG,
+        retries=Retries(most=0),
+        prepare=lambda engines: [setattr(each, "about", SAID) for each in engines],
+    )
+
+
+def test_a_request_that_is_tried_again_is_the_same_trial_again() -> None:
+    async def test(made: House) -> None:
+        decode = half_open(made, D)
+        made.prefill[0].answer = fail
+        assert await status(made) == 200
+        assert len(made.decode[0].bodies) == 1
+        assert decode.admits(time.monotonic())
+
+    with_house(test, prefill=2, breaker=LONG)
 
 
 def test_a_pool_whose_engines_all_fail_is_a_503_that_says_when_to_come_again_and_one_request_is_let_through() -> None:

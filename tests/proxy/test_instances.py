@@ -14,6 +14,7 @@ from aiohttp import web
 
 from baton.cluster import Endpoint, Role
 from baton.proxy.fleet import InstanceState
+from baton.proxy.forever import forever
 from baton.proxy.instances_file import BadInstancesFile, Change, change, parse
 from tests.proxy.fakes import FakeEngine, House, hang, prefill_answer, stream, until, with_house
 
@@ -387,6 +388,10 @@ def test_an_empty_list_is_a_list() -> None:
         ("", "it holds no list"),
         ("prefill: [http://h:1]", "it holds no list"),
         ("[{", "it is neither JSON nor YAML"),
+        ("- {role: prefill, url: 2024-99-99}", "it is neither JSON nor YAML: month must be in 1..12"),
+        ("- {role: prefill, url: 0b_}", "it is neither JSON nor YAML: "),
+        ("- {role: prefill, url: !!timestamp abc}", "it is neither JSON nor YAML: "),
+        ("- {role: prefill, url: " + "[" * 3000 + "]" * 3000 + "}", "it is neither JSON nor YAML: "),
         ('[{"role": "prefill"}]', "entry 1 is {'role': 'prefill'}, not an object with role and url"),
         ('["http://h:1"]', "entry 1 is 'http://h:1', not an object with role and url"),
         (json.dumps([*ROWS, {**ROWS[0], "weight": 2}]), "entry 3 is"),
@@ -503,6 +508,108 @@ def test_what_a_worker_is_told_is_what_it_has_and_old_news_change_nothing() -> N
         await until(lambda: fleet.pools[D][0].drained)
 
     with_house(test)
+
+
+@pytest.mark.parametrize("bad", ["- {role: prefill, url: 2024-99-99}", "", "[{"])
+def test_a_good_file_after_a_bad_one_is_taken(bad: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("baton.proxy.members.FILE_SECONDS", 0.02)
+    path = tmp_path / "instances.yaml"
+
+    async def test(made: House) -> None:
+        path.write_text(bad)
+        reloads = made.proxy.way.metrics.reloads
+        await until(lambda: reloads._values.get(("refused",)) == 1)
+        written(path, made.prefill)
+        await until(lambda: ids(made) == ["P0"])
+
+    with_house(test, prepare=lambda engines: written(path, engines), instances_file=str(path))
+
+
+def test_a_step_that_breaks_is_not_the_last_of_what_is_done_for_ever(caplog: pytest.LogCaptureFixture) -> None:
+    done: list[int] = []
+
+    async def step() -> None:
+        done.append(1)
+        if len(done) < 3:
+            raise ValueError("odd")
+
+    async def go() -> None:
+        task = asyncio.create_task(forever(0.001, step))
+        await until(lambda: len(done) >= 5)
+        task.cancel()
+
+    asyncio.run(go())
+    assert [each.levelname for each in caplog.records if each.name == "baton.proxy"] == ["ERROR"] * 2
+
+
+def test_a_file_that_changes_while_the_proxy_starts_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("baton.proxy.members.FILE_SECONDS", 0.02)
+    path = tmp_path / "instances.json"
+    writing: list[asyncio.Task[None]] = []
+
+    def prepare(engines: list[FakeEngine]) -> None:
+        written(path, engines)
+        # The start waits for it.
+        engines[1].health = None
+
+        async def write() -> None:
+            await until(lambda: engines[1].probed > 0)
+            written(path, [engines[0], engines[2]])
+
+        writing.append(asyncio.create_task(write()))
+
+    async def test(made: House) -> None:
+        assert writing[0].done()
+        await until(lambda: ids(made) == ["P0", "D0"])
+
+    with_house(test, prefill=2, prepare=prepare, instances_file=str(path), probe_timeout_seconds=0.3)
+
+
+@pytest.mark.parametrize("goes", ["drained", "removed"])
+def test_an_address_that_is_still_in_the_way_is_taken_once_it_is_free(
+    goes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("baton.proxy.members.FILE_SECONDS", 0.02)
+    path = tmp_path / "instances.json"
+
+    async def test(made: House) -> None:
+        held = 1
+        made.proxy.fleet.held = lambda instance: held if instance.id == "P1" else 0
+        written(path, [made.prefill[0], *made.decode])
+        await until(lambda: made.proxy.fleet.pools[P][1].draining)
+        changed = [
+            {"role": role, "url": each.endpoint.url}
+            for role, each in zip((P, D, D), (*made.prefill, *made.decode), strict=True)
+        ]
+        path.write_text(json.dumps(changed))
+        await until(lambda: made.proxy.way.metrics.reloads._values.get(("refused",)) == 1)
+        assert ids(made) == ["P0", "P1", "D0"]
+        if goes == "drained":
+            held = 0
+        else:
+            assert (await ask(made, "DELETE", "/instances/P1"))[0] == 200
+        await until(lambda: ids(made) == ["P0", "D0", "D1"])
+        assert made.proxy.fleet.pools[D][1].endpoint.authority == made.prefill[1].endpoint.authority
+
+    with_house(test, prefill=2, prepare=lambda engines: written(path, engines), instances_file=str(path))
+
+
+def test_one_whose_adding_was_given_up_is_probed_all_the_same() -> None:
+    async def test(made: House) -> None:
+        engine = await another(made, D)
+        engine.health = None
+        adding = asyncio.create_task(ask(made, "POST", "/instances", {"role": D, "url": engine.endpoint.url}))
+        await until(lambda: engine.probed > 0)
+        adding.cancel()
+        assert ids(made) == ["P0", "D0", "D1"]
+        version = made.proxy.members.snapshot()["version"]
+        assert version == 1
+        engine.health = 200
+        await until(lambda: made.proxy.fleet.pools[D][1].usable)
+        assert engine.server is not None
+        await engine.server.close()
+
+    with_house(test, probe_timeout_seconds=0.2, probe_interval_seconds=0.05)
 
 
 def test_half_a_file_is_not_taken_for_a_whole_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

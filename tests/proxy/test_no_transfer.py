@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from baton.cluster import Role
 from baton.proxy import OnNoTransfer, proof, transfers, warm_up
 from tests.proxy.fakes import (
     FakeEngine,
@@ -309,6 +310,68 @@ def test_without_a_prefill_server_only_fallback_answers(how: str, policy: OnNoTr
     asyncio.run(go())
 
 
+async def all_alone(_: FakeEngine, __: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+    """A decode server that was handed nothing: it has the logits of the prompt and answers for it."""
+    choice: dict[str, Any] = {"text": (body["prompt"] if body.get("echo") else "") + "one"}
+    if body.get("logprobs"):
+        choice["logprobs"] = {"tokens": ["hello ", "one"] if body.get("echo") else ["one"]}
+    if body.get("prompt_logprobs") is not None:
+        choice["prompt_logprobs"] = [None, {"1": {"logprob": -1.0}}]
+    return web.json_response({"choices": [choice]})
+
+
+@pytest.mark.parametrize("way", ["gone", "fails"])
+@pytest.mark.parametrize(
+    ("asked", "answered"),
+    [
+        ({"prompt_logprobs": 1}, {"text": "one", "prompt_logprobs": [None, {"1": {"logprob": -1.0}}]}),
+        ({"echo": True, "logprobs": 1}, {"text": "hello one", "logprobs": {"tokens": ["hello ", "one"]}}),
+    ],
+)
+def test_a_decode_server_that_is_alone_answers_for_the_prompt_too(
+    way: str, asked: dict[str, Any], answered: dict[str, Any]
+) -> None:
+    async def go() -> None:
+        async with house(on_no_transfer=OnNoTransfer.FALLBACK) as made:
+            await no_prefill(made, way)
+            made.decode[0].answer = all_alone
+            async with made.post({"prompt": "hello ", **asked}) as response:
+                assert (response.status, await response.json()) == (200, {"choices": [answered]})
+            assert made.decode[0].bodies == [{"prompt": "hello ", **asked}]
+
+    asyncio.run(go())
+
+
+async def no_prefill(made: House, way: str) -> None:
+    """No prefill server can be had: known before anything is sent, or found out by the prefill leg."""
+    if way == "gone":
+        made.proxy.fleet.pools[Role.PREFILL][0].unreachable("nobody is there")
+        assert made.prefill[0].server is not None
+        await made.prefill[0].server.close()
+    else:
+        made.prefill[0].answer = dies
+
+
+@pytest.mark.parametrize("way", ["gone", "fails"])
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize(("asked", "answers"), [({"prompt": "a", "n": 2}, 2), ({"prompt": ["a", "b"], "n": 2}, 4)])
+def test_several_answers_fall_back_together(asked: dict[str, Any], answers: int, streamed: bool, way: str) -> None:
+    async def go() -> None:
+        async with house(on_no_transfer=OnNoTransfer.FALLBACK) as made:
+            await no_prefill(made, way)
+            async with asyncio.timeout(10.0), made.post({**asked, "stream": streamed}) as response:
+                assert response.status == 200
+                raw = await response.text()
+            assert len(made.decode[0].bodies) == answers
+            if streamed:
+                assert raw.endswith("data: [DONE]\n\n")
+            else:
+                assert [each["index"] for each in json.loads(raw)["choices"]] == list(range(answers))
+            await until(lambda: made.proxy.way.gate.active == 0)
+
+    asyncio.run(go())
+
+
 def test_a_clients_own_mistake_is_no_reason_to_fall_back() -> None:
     async def go() -> None:
         async with house(on_no_transfer=OnNoTransfer.FALLBACK) as made:
@@ -407,6 +470,21 @@ def test_what_engines_move_is_a_metric() -> None:
             await until(lambda: "D0" in made.proxy.way.transfers.engines)
             await until(lambda: made.proxy.way.transfers.engines["D0"].moved_bytes == 1024)
             assert await counted(made, "baton_transfer_bytes_total", instance="D0") == 1024
+
+    asyncio.run(go())
+
+
+def test_nothing_is_kept_of_what_is_removed() -> None:
+    async def go() -> None:
+        async with readying(lambda *_: None, scrape_seconds=0.02) as (made, _):
+            counted_engines = made.proxy.way.transfers
+            await until(lambda: set(counted_engines.engines) == {"P0", "D0"})
+            warm: Any = made.proxy._warm_up
+            assert set(warm._tried) == set(warm._found) == set(warm._proved_at) == {("P0", "D0")}
+            async with made.client.delete(f"{made.url}/instances/D0") as response:
+                assert response.status == 200
+            await until(lambda: set(counted_engines.engines) == {"P0"})
+            await until(lambda: not (warm._tried or warm._found or warm._proved_at or warm._again))
 
     asyncio.run(go())
 

@@ -8,7 +8,7 @@ import pytest
 
 from baton.cluster import Endpoint, Role
 from baton.proxy.fleet import ProxyInstance
-from baton.proxy.routing import POLICIES, LeastLoaded, Picker, Policy, PowerOfTwo, RandomChoice, RoundRobin
+from baton.proxy.routing import POLICIES, LeastLoaded, Policy, PowerOfTwo, RandomChoice, RoundRobin
 from tests.proxy.test_fleet import fleet
 
 
@@ -66,17 +66,6 @@ def test_power_of_two_takes_the_less_loaded_of_its_two_and_so_never_the_most_loa
     assert found[0] == 0
     assert found[1] > found[2] > 0
     assert counted(PowerOfTwo(seed=1), among[:1], 3) == [3]
-
-
-def test_who_is_chosen_while_half_open_is_on_trial_and_others_are_not() -> None:
-    tried: list[str] = []
-    among = pool(2)
-    among[1].usable = False
-    for instance in among:
-        instance.try_now = lambda name=instance.id: tried.append(name)  # type: ignore[method-assign, misc]
-    picker = Picker(RoundRobin())
-    assert [picker.pick(among).id for _ in range(4)] == ["P0", "P1", "P0", "P1"]
-    assert tried == ["P1", "P1"]
 
 
 def test_every_policy_has_its_name() -> None:

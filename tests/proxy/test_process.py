@@ -190,6 +190,30 @@ def test_a_worker_that_dies_is_started_again() -> None:
     with_proxy(test, "--workers", "2", "--port", str(free_port()))
 
 
+def test_no_two_workers_give_the_same_request_id_also_one_that_is_started_again() -> None:
+    async def test(made: Running) -> None:
+        before = {each.pid for each in made.workers()}
+        assert await ask(made.url, 20) == [200] * 20
+        victim = made.workers()[0]
+        victim.kill()
+        await until(lambda: len({each.pid for each in made.workers()} - before) == 1, SECONDS)
+        # It takes its share of the connections from the moment it listens on.
+        (again,) = (each for each in made.workers() if each.pid not in before)
+        await until(lambda: listens(again), SECONDS)
+        for _ in range(3):
+            await ask(made.url, 10)
+        for engine in (made.prefill, made.decode):
+            ids = [said["x-request-id"] for said in engine.headers]
+            assert len(ids) >= 20
+            assert len(set(ids)) == len(ids)
+
+    with_proxy(test, "--workers", "2", "--port", str(free_port()))
+
+
+def listens(worker: psutil.Process) -> bool:
+    return any(each.status == psutil.CONN_LISTEN for each in worker.net_connections("inet"))
+
+
 def test_workers_end_with_the_process_that_started_them() -> None:
     async def test(made: Running) -> None:
         workers = made.workers()

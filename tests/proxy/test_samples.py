@@ -27,6 +27,14 @@ def test_one_prompt_is_one_request_as_it_came(prompt: Any) -> None:
     assert made(body) == [Part(0, 0, body)]
 
 
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages"])
+@pytest.mark.parametrize("n", [2, "x", 0])
+def test_n_is_nothing_where_the_api_has_no_such_field(path: str, n: Any) -> None:
+    body = {"input": "a", "messages": [], "n": n}
+    legs.check(body, legs.RULES[path])
+    assert made(body, path) == [Part(0, 0, body)]
+
+
 def test_token_ids_of_several_prompts_are_several() -> None:
     assert [each.body["prompt"] for each in made({"prompt": [[1, 2], [3]]})] == [[1, 2], [3]]
 

@@ -300,6 +300,37 @@ def test_without_comments_the_head_waits_for_the_engines() -> None:
     with_house(test)
 
 
+@pytest.mark.parametrize("answered", ["stream", "one piece", "refused"])
+def test_a_prompt_alone_that_takes_long_comes_after_comments(answered: str) -> None:
+    events = b'data: {"choices": [{"text": "a b"}]}\n\ndata: [DONE]\n\n'
+
+    async def test(made: House) -> None:
+        free = asyncio.Event()
+
+        async def slow(engine: FakeEngine, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+            await free.wait()
+            if answered == "stream":
+                return web.Response(body=events, content_type="text/event-stream")
+            return web.json_response({"error": {"message": "no"}}, status=400 if answered == "refused" else 200)
+
+        made.prefill[0].answer = slow
+        async with made.post({"prompt": "a b", "echo": True, "max_tokens": 0, "stream": True}) as response:
+            assert await response.content.readuntil(b"\n\n") == b": keep-alive\n\n"
+            free.set()
+            rest = (await response.read()).replace(b": keep-alive\n\n", b"")
+        if answered == "stream":
+            assert rest == events
+        else:
+            (event,) = rest.split(b"\n\n")[:-1]
+            assert json.loads(event.removeprefix(b"data: "))["error"]["message"] == (
+                "no"
+                if answered == "refused"
+                else "the prefill server answered in one piece where a stream was asked for"
+            )
+
+    with_house(test, keep_alive_seconds=0.03)
+
+
 def test_a_prompt_alone_is_answered_by_prefill() -> None:
     async def test(made: House) -> None:
         async def scored(engine: FakeEngine, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:

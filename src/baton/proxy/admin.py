@@ -18,7 +18,7 @@ from baton.proxy.fleet import ProxyInstance
 from baton.proxy.instances_file import endpoint_of
 from baton.proxy.journey import Way
 from baton.proxy.members import DRAIN_SECONDS, Members
-from baton.proxy.routing import Picker, RoundRobin
+from baton.proxy.routing import RoundRobin
 from baton.proxy.upstream import Answer, read_answer
 from baton.proxy.workers import Peers
 
@@ -143,7 +143,8 @@ def routes(
 def passed_routes(way: Way, carried: Callable[[Request], list[Header]]) -> dict[str, dict[str, Route]]:
     """What passes to one engine as it is."""
     # Any engine will do; decode servers have the same model and are spared the long prompts.
-    turn = Picker(RoundRobin())
+    # No picks of requests that generate: none of these is a trial.
+    turn = RoundRobin()
 
     async def pass_get(request: Request) -> Answer:
         instance = turn.pick(way.fleet.usable(Role.DECODE))
@@ -155,7 +156,7 @@ def passed_routes(way: Way, carried: Callable[[Request], list[Header]]) -> dict[
         _, raw = legs.parse(request.body)
         instance = turn.pick(way.fleet.usable(Role.DECODE))
         headers = [JSON, *carried(request)]
-        async with way.upstream.post(instance, request.target, headers, (raw,)) as response:
+        async with way.upstream.post(instance, request.target, headers, (raw,), aside=True) as response:
             return await read_answer(response)
 
     read: dict[str, dict[str, Route]] = {path: {"GET": pass_get} for path in _READ}

@@ -24,7 +24,8 @@ from baton.proxy.ticket import TRUSTED_KEYS, Ticket
 from baton.proxy.turns import Turn
 
 # Every event is searched for these words; with bytes.find, since `in` makes an exception and forgets it for each.
-# In JSON a quote within a text is escaped: these match keys and values, never what a model wrote.
+# In JSON a quote within a text is escaped: these match keys and values, never what a model wrote. They can be what a
+# client wrote, since /v1/responses says its metadata and tools again: who finds one looks where it stands.
 _TRUSTED = re.compile(rb'"(?:kv|ec)_transfer_params"\s*:(?!\s*null)')
 _FAILED = re.compile(rb'"finish_reason"\s*:\s*"(?:error|abort)"')
 # What every chunk says of the stream it belongs to.
@@ -46,8 +47,21 @@ class Prefilled:
 
 
 def failed(raw: bytes) -> bool:
-    """Whether an answer or an event, in JSON, says that generation failed or was broken off."""
-    return suspicious(raw) and _FAILED.search(raw) is not None
+    """Whether an answer, or the data of an event, says that generation failed or was broken off."""
+    if not suspicious(raw) or _FAILED.search(raw) is None:
+        return False
+    try:
+        return says_failed(orjson.loads(raw))
+    except orjson.JSONDecodeError:
+        return True
+
+
+def says_failed(answer: Any) -> bool:
+    """The same of one that is parsed."""
+    choices = answer.get("choices") if isinstance(answer, dict) else None
+    return isinstance(choices, list) and any(
+        isinstance(each, dict) and each.get("finish_reason") in ("error", "abort") for each in choices
+    )
 
 
 def ticket_of(status: int, raw: bytes, now: float) -> Ticket | None:

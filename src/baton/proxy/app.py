@@ -33,6 +33,7 @@ from baton.proxy.deliver import ToClient
 from baton.proxy.door import Keys, Origins, carried, decode_rank
 from baton.proxy.errors import JSON, ProxyError, StreamFailed, error_event
 from baton.proxy.fleet import Fleet, NoInstance, ProxyInstance
+from baton.proxy.forever import forever
 from baton.proxy.health import Watch
 from baton.proxy.journey import EngineRefusal, Journey, State, Times, Way
 from baton.proxy.legs import Rules, Style
@@ -42,7 +43,7 @@ from baton.proxy.metrics import Metrics
 from baton.proxy.modes import run_prefill_alone, run_several, run_single, turn_of
 from baton.proxy.outstanding import Outstanding
 from baton.proxy.release import Releases
-from baton.proxy.routing import POLICIES, Picker
+from baton.proxy.routing import POLICIES
 from baton.proxy.samples import parts
 from baton.proxy.tracing import Tracer
 from baton.proxy.transfer_policy import OnNoTransfer
@@ -56,11 +57,9 @@ logger = logging.getLogger("baton.proxy")
 
 RELEASE_SECONDS = 1.0
 """How long a stop waits for decode servers to be told of tickets that nobody will use."""
+FLUSH_SECONDS = 1.0
 LEFT = 499
 """The status that is counted for a request whose client left before its answer was whole."""
-# Request ids: random for each start, then counted; a random number each would cost a system call.
-_BOOT = secrets.token_hex(10).encode()
-_NUMBERS = itertools.count()
 
 Told = (legs.Refused, NoInstance, ProxyError, EngineRefusal, StreamFailed)
 
@@ -204,8 +203,8 @@ class Proxy:
         self.way = Way(
             self.fleet,
             upstream,
-            Picker(POLICIES[settings.prefill_policy or settings.policy]()),
-            Picker(POLICIES[settings.decode_policy or settings.policy]()),
+            POLICIES[settings.prefill_policy or settings.policy](),
+            POLICIES[settings.decode_policy or settings.policy](),
             Metrics(
                 self.fleet,
                 gate,
@@ -242,6 +241,10 @@ class Proxy:
         self._keys = Keys(settings.api_keys)
         self._admin_keys = Keys([settings.admin_key]) if settings.admin_key else self._keys
         self._origins = Origins(settings.cors_origins)
+        # Request ids: random for each proxy, then counted; a random number each would cost a system call. Not made with
+        # the module: workers are forked, and would share it.
+        self._boot = secrets.token_hex(10).encode()
+        self._numbers = itertools.count()
         self._id_headers = tuple(name.lower().encode() for name in settings.request_id_headers)
         self._beats = None if settings.keep_alive_seconds is None else Beats(settings.keep_alive_seconds)
         self._access_log = AccessLog(settings.access_log) if settings.access_log else None
@@ -272,7 +275,12 @@ class Proxy:
             addresses = await self._server.listen(
                 settings.host, settings.port, tls=settings.tls, reuse_port=settings.reuse_port
             )
-        work = [self.way.upstream.sweep_forever(), self._flush_forever(), self._scrape_forever()]
+        work = [self.way.upstream.sweep_forever()]
+        if self._access_log is not None:
+            work.append(forever(FLUSH_SECONDS, self._flush))
+        if settings.scrape_seconds and settings.first_worker is None:
+            # For all workers the first one does.
+            work.append(forever(settings.scrape_seconds, self._scrape))
         if settings.other_workers:
             work.append(self.members.follow_forever())
         if settings.instances_file is not None and settings.first_worker is None:
@@ -425,6 +433,7 @@ class Proxy:
             journey.state = State.FAILED
         finally:
             del self._open[first_id]
+            journey.end_trials()
             if journey.admitted:
                 way.gate.leave()
             if way.decode_gate is not None:
@@ -489,7 +498,7 @@ class Proxy:
         # prefill, hand off, decode
         if legs.generates_nothing(journey.body, journey.rules):
             answer = await run_prefill_alone(journey, way)
-            responder.send(200, journey.answer_head(answer.headers), answer.body)
+            send_whole(answer, journey, responder)
         elif len(made) > 1:
             await run_several(journey, made, way, responder)
         else:
@@ -497,7 +506,7 @@ class Proxy:
 
     def _begin(self, request: Request, rules: Rules, times: Times, common: list[Header]) -> Journey:
         """The journey of a request whose body is still unread."""
-        request_id = _BOOT + b"%012x" % next(_NUMBERS)
+        request_id = self._boot + b"%012x" % next(self._numbers)
         own_id = request_id
         for name in self._id_headers:
             value = request.header(name)
@@ -539,17 +548,28 @@ class Proxy:
         if self.settings.instances_file is not None and self.settings.first_worker is None:
             await self.members.reload(Path(self.settings.instances_file))
 
-    async def _scrape_forever(self) -> None:
-        """Read what engines count of their transfers; for all workers the first one does."""
-        seconds = self.settings.scrape_seconds
-        while seconds and self.settings.first_worker is None:
-            await asyncio.sleep(seconds)
-            await self.way.transfers.scrape(self.fleet, self.way.upstream, self._own_headers())
+    async def _scrape(self) -> None:
+        """Read what engines count of their transfers."""
+        await self.way.transfers.scrape(self.fleet, self.way.upstream, self._own_headers())
 
-    async def _flush_forever(self) -> None:
-        while self._access_log is not None:
-            await asyncio.sleep(1.0)
-            self._access_log.flush()
+    async def _flush(self) -> None:
+        assert self._access_log is not None
+        self._access_log.flush()
+
+
+def send_whole(answer: Answer, journey: Journey, responder: Responder) -> None:
+    """The prefill server's answer to the client, also one of events whose head a comment has sent already.
+
+    Raises:
+        ProxyError: 502, a comment has promised a stream, and it is none.
+    """
+    if not responder.started:
+        responder.send(200, journey.answer_head(answer.headers), answer.body)
+        return
+    if not any(name == b"content-type" and value.startswith(b"text/event-stream") for name, value in answer.headers):
+        raise ProxyError(502, "the prefill server answered in one piece where a stream was asked for")
+    responder.write(answer.body)
+    responder.end()
 
 
 def awaits(journey: Journey, instance: ProxyInstance) -> bool:

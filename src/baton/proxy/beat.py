@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable
 from typing import Protocol
 
 from baton.http import Header, Responder
+
+logger = logging.getLogger("baton.proxy")
 
 COMMENT = b": keep-alive\n\n"
 _STREAM = (b"content-type", b"text/event-stream; charset=utf-8")
@@ -47,7 +50,12 @@ class Beats:
     def _tick(self) -> None:
         now = time.monotonic()
         for beat in list(self._beats):
-            beat.tick(now, self._seconds)
+            try:
+                beat.tick(now, self._seconds)
+            except Exception:
+                # The others' go on.
+                logger.exception("a comment could not be written")
+                beat.stop()
         self._timer = asyncio.get_running_loop().call_later(self._period, self._tick) if self._beats else None
 
 

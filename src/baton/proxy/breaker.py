@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 _LONG_AGO = float("-inf")
 
+Trial = tuple["Breaker", float]
+"""A breaker that is not closed, and when somebody became its trial."""
+
 
 class BreakerState(enum.IntEnum):
     """The states of a circuit breaker; the numbers are those of the metric."""
@@ -78,6 +81,11 @@ class Breaker:
     def try_now(self, now: float) -> None:
         """A trial is sent. One whose end is never told is waited for as long as the breaker was open."""
         self._trial_at = now
+
+    def give_up(self, since: float) -> None:
+        """The trial of that time was not made: another may be. Nothing when it has ended."""
+        if self._trial_at == since:
+            self._trial_at = _LONG_AGO
 
     def success(self, now: float) -> None:
         """Something ended well."""

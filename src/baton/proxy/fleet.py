@@ -12,7 +12,16 @@ from typing import Any
 
 from baton.cluster import Endpoint, Role, TransferMode
 from baton.http import Header
-from baton.proxy.breaker import USUAL_BREAKER, USUAL_PROBES, Breaker, BreakerRules, BreakerState, ProbeRules, Vitals
+from baton.proxy.breaker import (
+    USUAL_BREAKER,
+    USUAL_PROBES,
+    Breaker,
+    BreakerRules,
+    BreakerState,
+    ProbeRules,
+    Trial,
+    Vitals,
+)
 from baton.proxy.engine_info import EngineInfo, disagreement, same_engine
 from baton.proxy.pairs import Pairs
 
@@ -236,12 +245,13 @@ class ProxyInstance:
             return False
         return BreakerState.OPEN not in (self.breaker.state(now), self.hand_offs.state(now))
 
-    def try_now(self) -> None:
-        """It was chosen while it is not usable: that is the trial."""
+    def try_now(self) -> list[Trial]:
+        """It was chosen while it is not usable: that is the trial, of each of its breakers that is not closed."""
         now = time.monotonic()
-        for each in (self.breaker, self.hand_offs):
-            if not each.closed():
-                each.try_now(now)
+        tried = [each for each in (self.breaker, self.hand_offs) if not each.closed()]
+        for each in tried:
+            each.try_now(now)
+        return [(each, now) for each in tried]
 
     def state(self) -> InstanceState:
         now = time.monotonic()
@@ -463,10 +473,9 @@ class Fleet:
         """Whether the two may hand over, as far as earlier hand-offs between them say."""
         return not self.pairs.bad or self.pairs.may(prefill.id, decode.id, time.monotonic())
 
-    def pair_chosen(self, prefill: ProxyInstance, decode: ProxyInstance) -> None:
-        """A request is about to be handed over from the one to the other."""
-        if self.pairs.bad:
-            self.pairs.chosen(prefill.id, decode.id, time.monotonic())
+    def pair_chosen(self, prefill: ProxyInstance, decode: ProxyInstance) -> list[Trial]:
+        """A request is about to be handed over from the one to the other: it may be the trial of the pair."""
+        return self.pairs.chosen(prefill.id, decode.id, time.monotonic()) if self.pairs.bad else []
 
     def pair_worked(self, prefill: ProxyInstance, decode: ProxyInstance) -> None:
         """A decode leg with a ticket of *prefill* succeeded."""

@@ -13,6 +13,9 @@ from baton.cluster import Endpoint, Role
 EXAMPLE = '[{"role": "prefill", "url": "http://10.0.1.10:8100"}, ...]'
 _KEYS = {"role", "url"}
 
+Stamp = tuple[int, int, int]
+"""What changes with a file: when it was written (nanoseconds), its size, its number."""
+
 
 class BadInstancesFile(ValueError):
     """A file that is not taken; the message says why."""
@@ -84,8 +87,9 @@ def _loaded(raw: bytes) -> object:
             ) from None
         try:
             value = yaml.safe_load(raw)
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            where = " ".join(str(error).split())
+        except Exception as error:
+            # PyYAML lets through whatever its constructors raise: ValueError for 2024-99-99, RecursionError, others.
+            where = " ".join(str(error).split()) or type(error).__name__
             raise BadInstancesFile(f"it is neither JSON nor YAML: {where}") from None
     return value
 
@@ -113,7 +117,7 @@ def change(old: Iterable[Endpoint], new: Sequence[Endpoint]) -> Change:
     )
 
 
-def stamp(path: Path) -> tuple[int, int, int] | None:
+def stamp(path: Path) -> Stamp | None:
     """What changes with the file: None when it is not there."""
     try:
         found = path.stat()

@@ -25,12 +25,14 @@ from baton.hand_over import ASK
 from baton.http import Broken, Buffer, ConnectFailed, Header, Request, Response, TooLate, TooSlow
 from baton.proxy import legs
 from baton.proxy.admission import Gate
-from baton.proxy.answers import Correction, Prefilled, failed
+from baton.proxy.answers import Correction, Prefilled, is_broken, says_failed, suspicious
 from baton.proxy.attempts import OF_THE_TRANSFER, Attempts, Cause, Retries, cause_of_status
 from baton.proxy.beat import Beat
+from baton.proxy.breaker import Trial
 from baton.proxy.door import check_rank
 from baton.proxy.errors import Fault, ProxyError, StreamFailed
 from baton.proxy.fleet import Fleet, ProxyInstance
+from baton.proxy.legs import Style
 from baton.proxy.metrics import Metrics
 from baton.proxy.outstanding import Outstanding
 from baton.proxy.release import LATE_SECONDS, LINGER_SECONDS, Errand, Releases
@@ -109,7 +111,7 @@ class Journey:
         times: when it passed each mark.
         state: where it is.
         prefill, decode: the instances, once they are chosen.
-        on_prefilled: called when the prefill leg is answered.
+        on_prefilled: called when the prefill leg is answered, or when there is none (``--on-no-transfer fallback``).
         span: of the whole request.
         beat: what speaks while its stream is silent.
         named: whether the answer says which instances made it.
@@ -121,6 +123,7 @@ class Journey:
         attempts: what failed it; None while nothing has.
         retries: attempts after the first, those of its parts included.
         ticket: of this attempt, once the prefill server has given it.
+        trials: that it is of what is half-open, and that are given up with it unless they came to an end.
         heard: whether the client has got a part of the answer: from then on nothing can be tried again.
     """
 
@@ -148,6 +151,7 @@ class Journey:
     attempts: Attempts | None = None
     retries: int = 0
     ticket: Ticket | None = None
+    trials: Sequence[Trial] = ()
     heard: bool = False
 
     def part(self, part: Part) -> Journey:
@@ -192,6 +196,17 @@ class Journey:
         self.booked = decode
         if decode is not None:
             decode.booked += 1
+
+    def on_trial(self, instance: ProxyInstance) -> None:
+        """*instance* was chosen for it: while that is not usable, it is its trial."""
+        if not instance.usable:
+            self.trials = [*self.trials, *instance.try_now()]
+
+    def end_trials(self) -> None:
+        """It is no trial any more: of those that its legs did not end, since they were never sent, others may be."""
+        for breaker, since in self.trials:
+            breaker.give_up(since)
+        self.trials = ()
 
 
 @dataclass(frozen=True)
@@ -266,9 +281,26 @@ def choose(journey: Journey, way: Way) -> None:
         journey.book(journey.decode)
     if journey.decode_headers:
         check_rank(journey.decode_headers, journey.decode.ranks)
+    if not (journey.prefill.usable and journey.decode.usable):
+        journey.on_trial(journey.prefill)
+        journey.on_trial(journey.decode)
     if way.fleet.pairs.bad:
-        way.fleet.pair_chosen(journey.prefill, journey.decode)
+        journey.trials = [*journey.trials, *way.fleet.pair_chosen(journey.prefill, journey.decode)]
     journey.state = State.ADMITTED
+
+
+def choose_prefill(journey: Journey, way: Way) -> ProxyInstance:
+    """Pick a prefill server alone, for a request that nobody decodes.
+
+    Raises:
+        NoInstance: there is none.
+    """
+    usable = way.fleet.usable(Role.PREFILL)
+    if journey.attempts is not None:
+        usable = untried(usable, journey.attempts.failed) or usable
+    journey.prefill = chosen = way.prefill_policy.pick(usable)
+    journey.on_trial(chosen)
+    return chosen
 
 
 def untried(usable: Sequence[ProxyInstance], failed: Container[str]) -> Sequence[ProxyInstance]:
@@ -319,16 +351,19 @@ async def prefill(journey: Journey, way: Way, ask: Mapping[str, Any] = ASK, adde
                 raise EngineRefusal(await read_answer(response))
             raw = await read_body(response)
         times.prefilled = time.monotonic()
-        if failed(raw):
-            raise ProxyError(502, "the prefill server failed while it computed the prompt", retry=True)
         try:
             value = orjson.loads(raw)
         except orjson.JSONDecodeError as error:
             raise ProxyError(502, "the prefill server's answer is not JSON", retry=True) from error
+        ticket = Ticket.from_answer(value, times.prefilled)
+        if (suspicious(raw) and says_failed(value)) or (journey.rules.style is Style.RESPONSES and is_broken(value)):
+            if ticket is not None:
+                way.releases.unwanted(ticket, errand_for(journey, (instance, journey.headers, journey.raw)))
+            raise ProxyError(502, "the prefill server failed while it computed the prompt", retry=True)
     except Fault as fault:
         fault.at = Role.PREFILL
         raise
-    journey.ticket = ticket = Ticket.from_answer(value, times.prefilled)
+    journey.ticket = ticket
     if ticket is not None:
         journey.state = State.HANDED_OFF
         instance.hear(ticket.params)
@@ -426,10 +461,13 @@ def errand_for(journey: Journey, sent: Sent) -> Errand:
 
 
 def decode_leg(journey: Journey, way: Way, ticket: Ticket | None, linger_seconds: float) -> tuple[Leg, bool]:
-    """The decode leg, to be entered, and whether a part of its answer is the prefill server's."""
+    """The decode leg, to be entered, and whether a part of its answer is the prefill server's.
+
+    Nothing is when there is no prefill server: then the decode server computes the prompt, and has all its logits.
+    """
     assert journey.decode is not None
     raw = journey.raw
-    scored = legs.asks_prompt_scores(journey.body, journey.rules)
+    scored = journey.prefill is not None and legs.asks_prompt_scores(journey.body, journey.rules)
     if scored:
         raw = legs.written(legs.without_prompt_scores(journey.body, journey.rules))
     if journey.turn is not None:
@@ -454,14 +492,12 @@ async def prefill_alone(journey: Journey, way: Way) -> Answer:
     """Have the prefill server answer the client's own body: nothing is to be generated, so nothing is handed over.
 
     Raises:
+        NoInstance: no prefill server is usable.
         EngineRefusal: the server answered with an error.
         ProxyError: it broke off, took too long or cannot be reached.
     """
-    choose(journey, way)
-    instance = journey.prefill
-    assert instance is not None
-    journey.state, journey.decode = State.PREFILLING, None
-    journey.book(None)
+    instance = choose_prefill(journey, way)
+    journey.state = State.PREFILLING
     if not journey.times.prefill_sent:
         journey.times.prefill_sent = time.monotonic()
     try:

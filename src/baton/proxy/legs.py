@@ -200,7 +200,7 @@ def check(body: Body, rules: Rules) -> None:
         Refused: the field at fault by name.
     """
     fields = fields_of(body, rules)
-    samples = fields.get("n")
+    samples = fields.get("n") if rules.style is Style.OPENAI else None
     if samples is not None and (not isinstance(samples, int) or samples < 1):
         raise Refused(f"n must be an integer of at least 1, not {samples!r}", "n")
     if fields.get("best_of") not in (None, 1) or fields.get("use_beam_search"):

@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from baton.cluster import Endpoint, Role
 from baton.proxy import instances_file
 from baton.proxy.errors import ProxyError
 from baton.proxy.fleet import Fleet, ProxyInstance, Taken
+from baton.proxy.forever import forever
 from baton.proxy.health import Watch
 from baton.proxy.instances_file import BadInstancesFile
 from baton.proxy.journey import Way
@@ -57,7 +59,6 @@ class Members:
         own: tuple[str, int] | None = None,
     ) -> None:
         self._fleet = way.fleet
-        self._upstream = way.upstream
         self._metrics = way.metrics
         self._watch = watch
         self._peers = peers
@@ -66,6 +67,11 @@ class Members:
         self._own = own
         self._version = 0
         self._drains: dict[str, asyncio.Task[None]] = {}
+        # How the file was when it was read last (None: it is to be read), and when it was looked at last.
+        self._taken: instances_file.Stamp | None = None
+        self._last: instances_file.Stamp | None = None
+        # At an address that the file wants for another.
+        self._in_the_way: ProxyInstance | None = None
 
     # asked by an operator
 
@@ -88,9 +94,10 @@ class Members:
             instance = self._fleet.add(endpoint)
         except Taken as error:
             raise ProxyError(409, str(error)) from None
-        logger.info("%s is new: a %s server at %s", instance.id, endpoint.role, endpoint.url)
-        await asyncio.gather(self._upstream.probe_one(instance), self._tell())
+        # Before anything is waited for: whoever asked may leave, and the instance stays.
         self._watch.start()
+        logger.info("%s is new: a %s server at %s", instance.id, endpoint.role, endpoint.url)
+        await asyncio.gather(self._watch.first_probe(instance), self._tell())
         return instance, True
 
     async def remove(self, name: str) -> ProxyInstance:
@@ -132,8 +139,11 @@ class Members:
 
     # told by a file
 
-    async def take_file(self, endpoints: Sequence[Endpoint]) -> None:
+    async def take_file(self, endpoints: Sequence[Endpoint]) -> bool:
         """Make the fleet what a file says; those that came another way stay. Who goes is drained, then removed.
+
+        Returns:
+            Whether that changed it.
 
         Raises:
             BadInstancesFile: it contradicts one that came another way; nothing was changed.
@@ -143,6 +153,7 @@ class Members:
         for endpoint in change.added:
             there = self._fleet.at(endpoint)
             if there is not None and there.endpoint != endpoint and endpoint.authority not in gone:
+                self._in_the_way = there
                 raise BadInstancesFile(f"{endpoint.authority} is {there.id}, a {there.endpoint.role} server, already")
             try:
                 self._check_foreign(endpoint)
@@ -166,35 +177,47 @@ class Members:
                 self._take_back(there)
             there.filed = True
         self._watch.start()
+        self._in_the_way = None
         if change.added or change.gone:
             logger.info("instances: %d new, %d kept, %d go", *map(len, (change.added, change.kept, change.gone)))
             await self._tell()
+        return bool(change.added or change.gone)
 
     def came_from_file(self) -> None:
         """The fleet was made from it."""
         for instance in self._fleet:
             instance.filed = True
 
-    async def reload(self, path: Path) -> None:
-        """Read the file again; a bad one changes nothing, and is logged and counted."""
+    async def reload(self, path: Path, *, news: bool = True) -> None:
+        """Read the file again; a bad one changes nothing, and is logged and counted.
+
+        Args:
+            news: whether it is known to be another; else one that says the same is not counted.
+        """
         try:
-            await self.take_file(instances_file.read(path))
+            changed = await self.take_file(instances_file.read(path))
         except BadInstancesFile as error:
             self._metrics.reloads.inc("refused")
             logger.error("the instances stay as they are: %s", error)
         else:
-            self._metrics.reloads.inc("ok")
+            if news or changed:
+                self._metrics.reloads.inc("ok")
 
     async def watch_file_forever(self, path: Path) -> None:
-        """Read the file again whenever it has changed, and stood still since: half a file may look like a whole one."""
-        taken = last = instances_file.stamp(path)
-        while True:
-            await asyncio.sleep(FILE_SECONDS)
-            now = instances_file.stamp(path)
-            if now == last and now != taken:
-                taken = now
-                await self.reload(path)
-            last = now
+        """Read the file again whenever it has changed, and stood still since: half a file may look like a whole one.
+
+        It is read at first in any case: nobody knows how it was when its instances were taken. And again when an
+        instance is gone that was in the way of what it says.
+        """
+        self._last = instances_file.stamp(path)
+        await forever(FILE_SECONDS, partial(self._look_at_file, path))
+
+    async def _look_at_file(self, path: Path) -> None:
+        now, last = instances_file.stamp(path), self._last
+        self._last = now
+        if now == last and now != self._taken:
+            before, self._taken = self._taken, now
+            await self.reload(path, news=before is not None)
 
     # the other workers
 
@@ -251,9 +274,7 @@ class Members:
 
     async def follow_forever(self) -> None:
         """Catch up now and then with what was told and not heard."""
-        while True:
-            await asyncio.sleep(FOLLOW_SECONDS)
-            await self.catch_up()
+        await forever(FOLLOW_SECONDS, self.catch_up)
 
     def close(self) -> None:
         for task in self._drains.values():
@@ -261,9 +282,10 @@ class Members:
         if self.first is not None:
             self.first.close()
 
-    async def _tell(self) -> None:
+    def _tell(self) -> Coroutine[Any, Any, None]:
+        """To be awaited; counted at once, so that who misses it since nobody awaits it any more asks for it."""
         self._version += 1
-        await self._peers.tell(FLEET_PATH, orjson.dumps(self.snapshot()))
+        return self._peers.tell(FLEET_PATH, orjson.dumps(self.snapshot()))
 
     # draining
 
@@ -316,6 +338,9 @@ class Members:
             running.cancel()
         self._fleet.remove(instance)
         self._watch.start()
+        if instance is self._in_the_way:
+            # What the file says may be done now.
+            self._in_the_way = self._taken = None
         logger.info("%s is removed", instance.id)
 
     def _check_foreign(self, endpoint: Endpoint) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from baton.proxy.breaker import Breaker, BreakerRules
+from baton.proxy.breaker import Breaker, BreakerRules, Trial
 
 MOST_FAILURES = 3
 """A pair is one of many ways, and is given up sooner than an instance."""
@@ -52,11 +52,13 @@ class Pairs:
         breaker = self.bad.get((prefill, decode))
         return breaker is None or breaker.closed() or breaker.may_try(now)
 
-    def chosen(self, prefill: str, decode: str, now: float) -> None:
+    def chosen(self, prefill: str, decode: str, now: float) -> list[Trial]:
         """A request goes to the two: while they are not known to be good, it is the one that tries them."""
         breaker = self.bad.get((prefill, decode))
-        if breaker is not None and not breaker.closed():
-            breaker.try_now(now)
+        if breaker is None or breaker.closed():
+            return []
+        breaker.try_now(now)
+        return [(breaker, now)]
 
     def worked(self, prefill: str, decode: str, now: float) -> None:
         pair = (prefill, decode)

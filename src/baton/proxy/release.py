@@ -17,7 +17,7 @@ from baton.proxy.errors import ProxyError
 from baton.proxy.fleet import Fleet, ProxyInstance
 from baton.proxy.outstanding import Outstanding
 from baton.proxy.ticket import Ticket
-from baton.proxy.upstream import Leg, Upstream
+from baton.proxy.upstream import Leg, Upstream, plain
 
 logger = logging.getLogger("baton.proxy")
 
@@ -96,10 +96,18 @@ class Releases:
 
     def came_late(self, errand: Errand, response: Response, raw: bytes) -> None:
         """A prefill server has answered though its client had left: it holds blocks if it gave a ticket."""
-        ticket = ticket_of(response.status, raw, time.monotonic())
+        try:
+            ticket = ticket_of(response.status, plain(response, raw), time.monotonic())
+        except ProxyError as error:
+            logger.warning("%s answered after it was left, which cannot be read: %s", errand.prefill.id, error)
+            return
         if ticket is not None:
-            self._outstanding.give(ticket, errand.prefill)
-            self.start(ticket, errand)
+            self.unwanted(ticket, errand)
+
+    def unwanted(self, ticket: Ticket, errand: Errand) -> None:
+        """A prefill server has just given *ticket*, for which there is no use."""
+        self._outstanding.give(ticket, errand.prefill)
+        self.start(ticket, errand)
 
     async def close(self, seconds: float) -> None:
         """Wait for those under way, but no longer than *seconds*."""
@@ -113,7 +121,9 @@ class Releases:
         body = errand.body(ticket)
         for _ in range(ROUNDS):
             for instance in in_turn(self._reachable(), errand.decode, but):
-                leg = self._upstream.post(instance, errand.path, errand.headers, body, linger_seconds=LINGER_SECONDS)
+                leg = self._upstream.post(
+                    instance, errand.path, errand.headers, body, linger_seconds=LINGER_SECONDS, aside=True
+                )
                 if await told(leg, errand.refused, pushed=ticket.pushed):
                     self._outstanding.drop(ticket)
                     return

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from baton.proxy.legs import Body, Refused, Rules, fields_of
+from baton.proxy.legs import Body, Refused, Rules, Style, fields_of
 
 MOST = 512
 """Answers that one request may ask for: each holds a connection to an engine."""
@@ -39,7 +39,8 @@ def parts(body: Body, rules: Rules) -> list[Part]:
         Refused: a prompt that is neither one nor a list of them, or too many parts.
     """
     fields = fields_of(body, rules)
-    samples = fields.get("n") or 1
+    # The other APIs have no such field, and engines ignore it there.
+    samples = (fields.get("n") or 1) if rules.style is Style.OPENAI else 1
     prompts = prompts_of(body) if rules.lists else None
     if samples == 1 and prompts is None:
         return [Part(0, 0, body)]

@@ -98,6 +98,8 @@ class Transfers:
                 if before is not None and counts.failures > before.failures:
                     self.suspects.add(instance.id)
                 self.engines[instance.id] = counts
+        known = {instance.id for instance in fleet}
+        self.engines = {name: counts for name, counts in self.engines.items() if name in known}
 
     def families(self) -> Iterator[Metric]:
         """As Prometheus has them."""

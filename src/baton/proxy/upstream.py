@@ -32,6 +32,7 @@ from baton.proxy.breaker import USUAL_PROBES, ProbeRules
 from baton.proxy.engine_info import BadEngineInfo, EngineInfo
 from baton.proxy.errors import JSON, ProxyError, StreamFailed
 from baton.proxy.fleet import Fleet, ProxyInstance
+from baton.proxy.forever import forever
 from baton.proxy.tracing import Span
 
 logger = logging.getLogger("baton.proxy")
@@ -123,12 +124,28 @@ async def read_answer(response: Response) -> Answer:
 
 
 async def read_body(response: Response) -> bytes:
-    """Its body alone, without any content coding."""
+    """Its body alone, without any content coding.
+
+    Raises:
+        Broken, ProxyError: as :func:`read_answer`.
+    """
     body, decode = await response.read(), decoder(response)
-    if decode is None:
-        return body
+    return body if decode is None else _undone(decode, body)
+
+
+def plain(response: Response, raw: bytes) -> bytes:
+    """The whole body *raw* of an answer, without any content coding.
+
+    Raises:
+        ProxyError: as :func:`read_answer`.
+    """
+    decode = decoder(response)
+    return raw if decode is None else _undone(decode, raw)
+
+
+def _undone(decode: Callable[[bytes], bytes], raw: bytes) -> bytes:
     try:
-        return decode(body)
+        return decode(raw)
     except zlib.error as error:
         raise ProxyError(502, "the engine's answer is not compressed as it says") from error
 
@@ -260,6 +277,17 @@ class Leg:
                 raise ProxyError(502, f"the {role} server broke off its answer", retry=True) from error
 
 
+class AsideLeg(Leg):
+    """A leg of no generation. Whether an engine can generate its answer does not say, and neither does its failure: it
+    tells only that nobody is there, and is no trial of a breaker that is half-open, nor the end of one."""
+
+    __slots__ = ()
+
+    def _judge(self, error: BaseException | None) -> None:
+        if isinstance(error, ConnectFailed) and not isinstance(error, OutOfDescriptors):
+            self._instance.unreachable(str(error))
+
+
 class Upstream:
     """Connections to every engine of a fleet, made when they are first needed.
 
@@ -313,6 +341,7 @@ class Upstream:
         span: Span | None = None,
         *,
         linger_seconds: float = 0.0,
+        aside: bool = False,
     ) -> Leg:
         """One leg, to be entered with ``async with``: gives the engine's response once its head is in.
 
@@ -322,14 +351,15 @@ class Upstream:
 
         Args:
             linger_seconds: see :meth:`baton.http.Pool.request`.
+            aside: whether it is one that generates nothing (:class:`AsideLeg`).
         """
         pool = self._pools.get(instance.id) or self._open(instance)
         exchange = pool.request(b"POST", path, headers, body, linger_seconds=linger_seconds)
-        return Leg(instance, exchange, span)
+        return (AsideLeg if aside else Leg)(instance, exchange, span)
 
     def get(self, instance: ProxyInstance, path: bytes, headers: Iterable[Header]) -> Leg:
-        """The same for a GET."""
-        return Leg(instance, self._pool(instance).request(b"GET", path, headers), None)
+        """The same for a GET, which generates nothing."""
+        return AsideLeg(instance, self._pool(instance).request(b"GET", path, headers), None)
 
     def _question(self, instance: ProxyInstance, path: bytes) -> Exchange:
         """One of the proxy's own, that shows whether an engine is there: no silence of the engine's cuts it short."""
@@ -394,15 +424,16 @@ class Upstream:
 
     async def sweep_forever(self) -> None:
         """Close connections that were idle for too long, and give up legs that wait for too long, once a second."""
-        while True:
-            await asyncio.sleep(SWEEP_SECONDS)
-            for name, pool in list(self._pools.items()):
-                pool.sweep()
-                instance = self._instances[name]
-                pool.hush(*self._silence(instance))
-                if instance.removed and not pool.size and not instance.in_flight:
-                    pool.close()
-                    del self._pools[name], self._instances[name]
+        await forever(SWEEP_SECONDS, self._sweep)
+
+    async def _sweep(self) -> None:
+        for name, pool in list(self._pools.items()):
+            pool.sweep()
+            instance = self._instances[name]
+            pool.hush(*self._silence(instance))
+            if instance.removed and not pool.size and not instance.in_flight:
+                pool.close()
+                del self._pools[name], self._instances[name]
 
     def _silence(self, instance: ProxyInstance) -> tuple[float, float]:
         """Seconds without a word after which a leg on *instance* is given up: before its first byte, and after it.

@@ -92,6 +92,7 @@ class WarmUp:
             self._ready_since = time.monotonic()
         busy = {instance.id for pair in self._running.values() for instance in pair}
         self._doubt_suspects()
+        self._forget_removed()
         for pair in pairs(self._way.fleet):
             prefill, decode = pair
             if not self._is_due(pair) or prefill.id in busy or decode.id in busy:
@@ -145,6 +146,14 @@ class WarmUp:
                 self._tried.pop(key(pair), None)
         suspects.clear()
         suspect_pairs.clear()
+
+    def _forget_removed(self) -> None:
+        """Keep nothing of pairs that are no more: ids never come back."""
+        known = {key(pair) for pair in pairs(self._way.fleet)}
+        tables: tuple[dict[tuple[str, str], Any], ...] = (self._tried, self._again, self._found, self._proved_at)
+        for table in tables:
+            for gone in table.keys() - known:
+                del table[gone]
 
     def counts(self) -> dict[str, int]:
         """Pairs that are known, how many of them were tried, and what came of it."""

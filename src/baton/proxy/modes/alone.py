@@ -35,4 +35,8 @@ async def run_or_alone(run: Run, journey: Journey, way: Way, deliver: Deliver) -
     journey.prefill = None
     if journey.decode is None:
         journey.decode = way.decode_policy.pick(way.fleet.usable(Role.DECODE))
+    journey.on_trial(journey.decode)
+    if journey.on_prefilled is not None:
+        # No prefill leg will be answered: whoever waits for it goes the same way.
+        journey.on_prefilled()
     await decode(journey, way, Prefilled(None, {}), deliver)

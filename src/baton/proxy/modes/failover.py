@@ -105,5 +105,7 @@ def start_over(journey: Journey, attempts: Attempts) -> None:
     """Nothing of the attempt before is left but its times and who has failed."""
     journey.state = State.ADMITTED
     journey.ticket = None
+    # The next attempt may be the trial again.
+    journey.end_trials()
     base = journey.request_id.partition(b"~")[0]
     journey.renamed(b"%b~%d" % (base, attempts.made))

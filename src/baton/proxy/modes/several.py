@@ -31,15 +31,23 @@ async def run_several(journey: Journey, made: Sequence[Part], way: Way, responde
     async def run(part: Part, leads: bool) -> None:
         own = journey.part(part)
         first = firsts[part.prompt]
-        if leads:
+
+        def prefilled() -> None:
             # Once: a prompt that is computed again leaves the others where they are.
-            own.on_prefilled = lambda: None if first.done() else first.set_result(own.prefill)
+            if not first.done():
+                first.set_result(own.prefill)
+
+        if leads:
+            own.on_prefilled = prefilled
         else:
             own.prefill = await asyncio.shield(first)
         try:
             await run_single(own, way, partial(whole.take, part.index))
+            # Whatever way it went, the others go on.
+            prefilled()
         finally:
             own.book(None)
+            own.end_trials()
             journey.retries += own.retries
 
     leading = {part.prompt: part.index for part in reversed(made)}

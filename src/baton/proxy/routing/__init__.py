@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from baton.proxy.routing.base import Picker, Policy
+from baton.proxy.routing.base import Policy
 from baton.proxy.routing.least_loaded import LeastLoaded
 from baton.proxy.routing.power_of_two import PowerOfTwo
 from baton.proxy.routing.random_choice import RandomChoice
@@ -15,4 +15,4 @@ POLICIES: dict[str, Callable[[], Policy]] = {
     "power_of_two": PowerOfTwo,
 }
 
-__all__ = ["POLICIES", "LeastLoaded", "Picker", "Policy", "PowerOfTwo", "RandomChoice", "RoundRobin"]
+__all__ = ["POLICIES", "LeastLoaded", "Policy", "PowerOfTwo", "RandomChoice", "RoundRobin"]

@@ -1,4 +1,4 @@
-"""The interface of a policy, and what every pool has around its own."""
+"""The interface of a policy, and what policies share."""
 
 from __future__ import annotations
 
@@ -13,21 +13,6 @@ class Policy(Protocol):
 
     def pick(self, usable: Sequence[ProxyInstance]) -> ProxyInstance:
         """One of *usable*, which holds at least one instance, in the fleet's order."""
-
-
-class Picker:
-    """A policy, and the note that the request for which it chose an instance that is half-open is its trial."""
-
-    __slots__ = ("_pick",)
-
-    def __init__(self, policy: Policy) -> None:
-        self._pick = policy.pick
-
-    def pick(self, usable: Sequence[ProxyInstance]) -> ProxyInstance:
-        chosen = self._pick(usable)
-        if not chosen.usable:
-            chosen.try_now()
-        return chosen
 
 
 def after(last: int, among: Sequence[ProxyInstance]) -> ProxyInstance:
