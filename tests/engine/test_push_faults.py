@@ -170,6 +170,17 @@ def test_what_comes_after_a_lease_has_ended_is_told_no(sides: tuple[Side, Side])
     assert not p.worker._pending_d_registrations
 
 
+def test_what_comes_after_another_has_called_the_request_off_is_told_no(sides: tuple[Side, Side]) -> None:
+    p, d = sides
+    request = d.load(THEIRS, TOKENS, TAKEN, ticket(p))
+    until(lambda: p.worker._pending_d_registrations, p, d)
+    abort(d, request)
+    until(lambda: THEIRS in d.received | d.failed, p, d)
+    again = THEIRS.replace("2", "3")
+    d.load(again, TOKENS, [10, 11, 12], ticket(p))
+    assert not over(d, again, p)
+
+
 def test_a_decode_servers_heartbeat_renews_the_lease(sides: tuple[Side, Side]) -> None:
     p, d = sides
     p.prefill(OURS, TOKENS, BLOCKS)

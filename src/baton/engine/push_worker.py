@@ -252,10 +252,10 @@ class BatonPushWorker(Counting, NixlPushConnectorWorker):
             self._ringer.ring()
         elif registration.get("cancelled"):
             self._cancel(request_id, registration)
-        elif base in self._cancelled_at or self._is_done_or_under_way(request_id):
+        elif self._is_done_or_under_way(request_id):
             pass
-        elif base in self._over:
-            logger.warning("%s comes too late: its blocks were freed", request_id)
+        elif base in self._cancelled_at or base in self._over:
+            logger.warning("%s comes too late: its blocks were freed, or will be", request_id)
             self._refuse(registration)
         elif self._pulse.round == self._stalled_round:
             # It may have lain here while this process stood still.
