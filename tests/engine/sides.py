@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import RequestStatus
 
 from tests.ports import free_ports
 
@@ -76,6 +77,7 @@ class Side:
         self.sent: set[str] = set()
         self.received: set[str] = set()
         self.failed: set[str] = set()
+        self._loading: dict[str, Any] = {}
 
     def close(self) -> None:
         self.worker.shutdown()
@@ -85,6 +87,11 @@ class Side:
         meta = self.scheduler.build_connector_meta(SimpleNamespace(total_num_scheduled_tokens=0))
         self.worker.start_load_kv(meta)
         found = self.worker.get_transfer_results()
+        for name in found.failed_recving & self._loading.keys():
+            # vLLM's scheduler ends them before it hears what came of transfers.
+            request = self._loading.pop(name)
+            request.status = RequestStatus.FINISHED_ERROR
+            self.scheduler.request_finished(request, ([],))
         output = KVConnectorOutput(finished_sending=found.finished_sending, finished_recving=found.finished_recving)
         output.failed_recving = found.failed_recving
         self.scheduler.update_connector_output(output)
@@ -94,8 +101,6 @@ class Side:
 
     def prefill(self, name: str, tokens: Sequence[int], blocks: Sequence[int]) -> dict[str, Any]:
         """Compute a prompt into *blocks*; its ticket."""
-        from vllm.v1.request import RequestStatus
-
         request = request_of(name, tokens, dict(ASK))
         self.scheduler.on_new_request(request)
         self.scheduler.update_state_after_alloc(request, blocks_of(blocks), 0)
@@ -114,6 +119,7 @@ class Side:
         count, waits = self.scheduler.get_num_new_matched_tokens(request, 0)
         assert waits
         self.scheduler.update_state_after_alloc(request, blocks_of(blocks), count)
+        self._loading[name] = request
         self.step()
         return request
 

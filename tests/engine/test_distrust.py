@@ -7,7 +7,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -215,11 +215,12 @@ def pusher() -> Any:
     made._bounds, made._lost = PushBounds(), queue.SimpleQueue()
     made._recving_metadata, made._recving_transfers, made._sending_transfers = {}, {}, {}
     made._reg_send_inbox, made._failed_recv_reqs = queue.Queue(), queue.Queue()
-    made._pending_completion_notifs = queue.Queue()
+    made._pending_completion_notifs = push_threads.Ringing(cast(Any, SimpleNamespace(ring=lambda: None)))
     made._push_writer_wake, made.tp_rank, made.xfer_stats = threading.Event(), 0, BatonStats()
     made._prompts, made._push_finished_blocks, made._reqs_to_process = {}, {}, {"p-1"}
     made._cancelled_at, made._meeting, made._pushed, made._over, made._posted = {}, {}, {}, {}, []
-    made._cancellations, made._refusals, made._registered = {}, {}, set()
+    made._cancellations, made._spoken, made._registered = {}, {}, set()
+    made._failed, made._delays, made._who = {}, {}, "0.0"
     made._writes, made._send_failures, made._deferred_push_inbox = {}, set(), queue.Queue()
     made._sending_transfers_lock, made.world_size, made.use_mla = threading.Lock(), 1, False
     made.transfer_topo = SimpleNamespace(get_engine_info=lambda _: SimpleNamespace(remote_tp_size=1))
@@ -243,7 +244,7 @@ SAYS_NO = No("d-1", 1, "0.0").encode()
 
 def test_notices_are_rung_for_but_for_renewed_leases() -> None:
     rings: list[None] = []
-    notices = push_threads.Ringing(SimpleNamespace(ring=lambda: rings.append(None)))  # type: ignore[arg-type]
+    notices = push_threads.Ringing(cast(Any, SimpleNamespace(ring=lambda: rings.append(None))))
     notices.put(b"HB:a,b")
     assert rings == []
     notices.put(b"d-1:1")
@@ -276,7 +277,7 @@ def test_a_push_that_came_is_not_given_up() -> None:
 
 def test_a_no_fails_the_request_and_other_notices_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     made = pusher()
-    made._recving_metadata["d-1"] = object()
+    made._recving_metadata["d-1"] = SimpleNamespace(pp_size=1)
     for notice in (b"HB:a", SAYS_NO, SAYS_NO):
         made._pending_completion_notifs.put(notice)
     monkeypatch.setattr(push_worker.NixlPushConnectorWorker, "_get_new_notifs", lambda _: {"done"})

@@ -15,10 +15,12 @@ import pytest
 pytest.importorskip("vllm")
 pytest.importorskip("nixl")
 
+import msgspec
 import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import PUSH_REG_NOTIF_PREFIX
 from vllm.v1.request import RequestStatus
 
-from baton.engine.push_notices import No, Still, read
+from baton.engine.push_notices import Done, No, Still, read
 from tests.engine.sides import TOKENS, Side, over, request_of, until
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -90,7 +92,7 @@ def swallow_completions(side: Side) -> None:
 
 
 def test_notices_are_read_as_they_are_written() -> None:
-    for notice in (No("a:b", 2, "0.1"), Still("a:b")):
+    for notice in (No("a:b", 2, "0.1"), Done("a:b", 2, "0.1"), Still("a:b")):
         assert read(notice.encode()) == notice
     assert No("a:b", 2, "0.1").as_completion() == b"a:b:2"
     for other in (b"a:1", b"HB:a", b"BATON-NO:a", b"BATON-NO:a:b:c", b"BATON-NO:\xff:x:0"):
@@ -213,11 +215,13 @@ def test_a_push_that_is_being_posted_is_not_called_off(sides: tuple[Side, Side])
     go.set()
     abort(d, request)
     told = d.worker._unanswered[THEIRS]
-    # P says that it is at it, and D waits on.
-    until(lambda: d.worker._unanswered[THEIRS] > told + STALL_SECONDS / 8, p, d)
+    # P says that it is at it, and D waits on, for as long as for a push.
+    until(lambda: d.worker._unanswered[THEIRS] > told + 60, p, d)
     assert not d.received | d.failed
     held.still = False
     until(lambda: p.sent == {OURS}, p, d)
+    # What it says then, asked again, is that it is done.
+    until(lambda: THEIRS in d.received, p, d)
 
 
 def test_a_push_that_waits_for_a_handshake_can_be_called_off(sides: tuple[Side, Side]) -> None:
@@ -248,6 +252,102 @@ def test_a_push_whose_handshake_fails_is_tried_again(sides: tuple[Side, Side]) -
     d.load(THEIRS, TOKENS, TAKEN, ticket(p))
     p.prefill(OURS, TOKENS, BLOCKS)
     assert over(d, THEIRS, p)
+
+
+def test_a_completion_that_was_lost_is_said_again(sides: tuple[Side, Side]) -> None:
+    """As when it comes to a rank that does not know the request yet."""
+    p, d = sides
+    swallow_completions(d)
+    d.load(THEIRS, TOKENS, TAKEN, ticket(p))
+    p.prefill(OURS, TOKENS, BLOCKS)
+    assert over(d, THEIRS, p)
+    assert torch.equal(d.block(TAKEN[0]), p.block(BLOCKS[0]))
+
+
+def test_a_no_that_was_lost_is_said_again(sides: tuple[Side, Side]) -> None:
+    p, d = sides
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("no network")
+
+    p.worker._peers.transfer = fail
+    stock, lost = d.worker._pending_completion_notifs.put, iter([True])
+    d.worker._pending_completion_notifs.put = lambda notice, *more: next(lost, False) or stock(notice, *more)
+    d.load(THEIRS, TOKENS, TAKEN, ticket(p))
+    p.prefill(OURS, TOKENS, BLOCKS)
+    assert not over(d, THEIRS, p)
+
+
+def test_who_did_not_look_gives_nobody_up(sides: tuple[Side, Side]) -> None:
+    """The answer has lain here while this process did something else."""
+    p, d = sides
+    request = d.load(THEIRS, TOKENS, TAKEN, ticket(p))
+    until(lambda: p.worker._pending_d_registrations, p, d)
+    begun, go = slow_handshakes(p)
+    abort(d, request)
+    until(begun.is_set, p)
+    d.worker._looked_at -= 100
+    d.worker._unanswered[THEIRS] -= 100
+    d.step()
+    d.step()
+    assert not d.received | d.failed
+    go.set()
+    assert over(d, THEIRS, p)
+
+
+def test_a_registration_that_outlived_its_request_is_not_sent(sides: tuple[Side, Side]) -> None:
+    p, d = sides
+    begun, go = slow_handshakes(d)
+    d.load(THEIRS, TOKENS, TAKEN, ticket(p))
+    until(begun.is_set, d)
+    d.worker._failed_recv_reqs.put(THEIRS)
+    assert not over(d, THEIRS)
+    go.set()
+    again = THEIRS.replace("2", "3")
+    d.load(again, TOKENS, [10, 11, 12], ticket(p))
+    until(lambda: p.worker._pending_d_registrations, p, d)
+    assert list(p.worker._pending_d_registrations) == [again]
+    assert d.worker._registered == {again}
+
+
+def test_a_registration_that_the_network_has_held_back_is_asked_for_again(sides: tuple[Side, Side]) -> None:
+    p, d = sides
+    d.load(THEIRS, TOKENS, TAKEN, ticket(p))
+    until(lambda: p.worker._pending_d_registrations, p, d)
+    (registration,) = p.worker._pending_d_registrations.values()
+    assert not p.worker._was_long_on_its_way(registration)
+    late = {**registration, "sent_at": registration["sent_at"] - 2 * STALL_SECONDS}
+    assert p.worker._was_long_on_its_way(late)
+
+
+def test_what_failed_leaves_nothing_to_call_off(sides: tuple[Side, Side]) -> None:
+    p, d = sides
+    p.prefill(OURS, TOKENS, BLOCKS)
+    d.load(THEIRS, list(range(100, 170)), TAKEN, ticket(p))
+    assert not over(d, THEIRS, p)
+    d.step()
+    assert d.worker._cancellations == d.worker._unanswered == {}
+    again = THEIRS.replace("2", "3")
+    d.load(again, TOKENS, [10, 11, 12], ticket(p))
+    assert over(d, again, p)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"decode_engine_id": None}, {"decode_port": "x"}, {"local_block_ids": 3}, {"prompt": 5}], ids=str
+)
+def test_a_registration_that_is_none_is_dropped(sides: tuple[Side, Side], wrong: dict[str, Any]) -> None:
+    p, d = sides
+    d.load(THEIRS, TOKENS, TAKEN, ticket(p))
+    until(lambda: p.worker._pending_d_registrations, p, d)
+    (good,) = p.worker._pending_d_registrations.values()
+    known = list(p.worker._pending_d_registrations)
+    sent = {**good, "request_id": "cmpl-b-0-22222222", "notice": b"x", **wrong}
+    p.worker._handle_push_reg_notif(PUSH_REG_NOTIF_PREFIX + msgspec.msgpack.encode(sent))
+    assert list(p.worker._pending_d_registrations) == known
+    p.worker._handle_push_reg_notif(
+        PUSH_REG_NOTIF_PREFIX + msgspec.msgpack.encode({**sent, **dict.fromkeys(wrong, good[next(iter(wrong))])})
+    )
+    assert "notice" not in p.worker._pending_d_registrations["cmpl-b-0-22222222"]
 
 
 def test_no_is_said_when_all_writes_of_a_request_are_over(sides: tuple[Side, Side]) -> None:

@@ -6,14 +6,15 @@ that has finished holds its own until its lease ends; neither is told that the o
 decode server says so:
 
 1. D renews every registration while it waits, several times in :attr:`PushBounds.stall_seconds`; P trusts none that was
-   not renewed for so long, and begins no push for it.
+   not renewed for so long, by when it was sent, and begins no push for it.
 2. D's request is aborted before its KV cache has come: D's worker sends P a registration that says ``cancelled``, again
    and again until it is answered, and renews no more.
 3. P drops D's registration, now or when it comes, frees the request's blocks if it is done and will free them when it
    gets done, and says no. What it is pushing already it completes, and says so.
 4. D frees its blocks when every rank of P that writes to it has completed or said no. Without an answer for
    :attr:`PushBounds.answer_seconds`, twice as long or more as P trusts a registration, P is dead, or cannot be reached,
-   or has stood still and drops what it held: it writes no more.
+   or has stood still and drops what it held: it begins no write. One that has said it is at the push is waited for as
+   long as for a push.
 5. A P that drops registrations since it stood still says so, and D registers again what it still waits for.
 6. P's lease on blocks does not end while they are pushed, and what comes after its end is told no. D's heartbeats renew
    it: in this mode they name D's own request, which P knows by what the two ids have in common.
@@ -56,6 +57,7 @@ class BatonPushScheduler(Watchful, NixlPushConnectorScheduler):
             if num_external_tokens <= 0:
                 # The whole prompt is in this server's own cache: nothing is registered, and P shall not wait for it.
                 self._cancelled[request.request_id] = self._address(request, registered=False)
+                self._stop_heartbeat(request.request_id)
                 ticket["do_remote_prefill"] = False
         super().update_state_after_alloc(request, blocks, num_external_tokens)
         if request.request_id in self._push_pending_registrations:

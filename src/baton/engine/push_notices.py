@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-_NO, _STILL = b"BATON-NO:", b"BATON-STILL:"
+_NO, _DONE, _STILL = b"BATON-NO:", b"BATON-DONE:", b"BATON-STILL:"
 
 
 @dataclass(frozen=True)
-class No:
-    """One rank of the prefill server won't push, or not any more: nothing of it is written to from then on.
+class _Over:
+    """One rank of the prefill server writes nothing (any more) for a registration.
 
     Attributes:
         request_id: as the decode server registered it.
@@ -25,12 +25,28 @@ class No:
     ranks: int
     rank: str
 
+    def _said(self) -> bytes:
+        return f"{self.request_id}:{self.ranks}:{self.rank}".encode()
+
+
+@dataclass(frozen=True)
+class No(_Over):
+    """It won't push, or not any more: said in the place of vLLM's notice."""
+
     def encode(self) -> bytes:
-        return _NO + f"{self.request_id}:{self.ranks}:{self.rank}".encode()
+        return _NO + self._said()
 
     def as_completion(self) -> bytes:
         """vLLM's notice that this rank's part is over."""
         return f"{self.request_id}:{self.ranks}".encode()
+
+
+@dataclass(frozen=True)
+class Done(_Over):
+    """It has pushed, and vLLM's notice of that has gone out; it may be lost. Said to who asks again."""
+
+    def encode(self) -> bytes:
+        return _DONE + self._said()
 
 
 @dataclass(frozen=True)
@@ -43,13 +59,16 @@ class Still:
         return _STILL + self.request_id.encode()
 
 
-def read(notice: bytes) -> No | Still | None:
+Said = No | Done | Still
+
+
+def read(notice: bytes) -> Said | None:
     """What *notice* says; None when it is none of these."""
     if notice.startswith(_STILL):
         return Still(notice.removeprefix(_STILL).decode(errors="replace"))
-    if not notice.startswith(_NO):
-        return None
-    request_id, *more = notice.removeprefix(_NO).decode(errors="replace").rsplit(":", 2)
-    if len(more) != 2 or not (more[0].isascii() and more[0].isdigit()):
-        return None
-    return No(request_id, int(more[0]), more[1])
+    for kind, prefix in ((No, _NO), (Done, _DONE)):
+        if notice.startswith(prefix):
+            request_id, *more = notice.removeprefix(prefix).decode(errors="replace").rsplit(":", 2)
+            if len(more) == 2 and more[0].isascii() and more[0].isdigit():
+                return kind(request_id, int(more[0]), more[1])
+    return None

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Sized
 
+from baton.engine.push_notices import Said, read
 from baton.engine.waiting import Ringer
 
 POLL_SECONDS = 0.05
@@ -43,14 +44,23 @@ class Polling(threading.Event):
 
 
 class Ringing(queue.Queue[bytes]):
-    """Notices for the worker's main thread, which nobody but the engine core's steps makes run: they are rung for."""
+    """Notices for the worker's main thread, which nobody but the engine core's steps makes run: they are rung for.
+
+    Attributes:
+        said: our own among them, which vLLM would not understand.
+    """
 
     def __init__(self, ringer: Ringer) -> None:
         super().__init__()
         self._ringer = ringer
+        self.said: queue.SimpleQueue[Said] = queue.SimpleQueue()
 
     def put(self, item: bytes, block: bool = True, timeout: float | None = None) -> None:
-        super().put(item, block, timeout)
+        said = read(item)
+        if said is None:
+            super().put(item, block, timeout)
+        else:
+            self.said.put(said)
         if not item.startswith(HEARTBEAT):
             self._ringer.ring()
 

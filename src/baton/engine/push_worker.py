@@ -12,9 +12,10 @@ import msgspec
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import PUSH_REG_NOTIF_PREFIX
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_worker import NixlPushConnectorWorker
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.utils import get_base_request_id
+from vllm.distributed.parallel_state import get_pp_group
 
 from baton.engine.bounds import PushBounds
-from baton.engine.push_notices import No, Still, read
+from baton.engine.push_notices import Done, No, Said, Still
 from baton.engine.push_threads import Polling, Pulse, Ringing
 from baton.engine.waiting import Ringer
 from baton.engine.workers import Counting
@@ -42,16 +43,17 @@ class BatonPushWorker(Counting, NixlPushConnectorWorker):
         self._bounds = PushBounds.read(args[0].kv_transfer_config.get_from_extra_config)
         self._ringer = Ringer(self.engine_id)
         self._push_writer_wake = Polling(self._recving_metadata)
-        self._pending_completion_notifs = Ringing(self._ringer)
+        self._pending_completion_notifs: Ringing = Ringing(self._ringer)
         self._push_writer_stop = self._pulse = Pulse(self._bounds.stall_seconds)
         # decode, the main thread's: registrations under way, and those cancelled and unanswered, by request, with the
-        # time when each is given up; those that fail when they are over; and which ranks have said no
+        # time when each is given up; those that fail when they are over; and which ranks have spoken
         self._unanswered: dict[str, float] = {}
         self._cancellations: dict[str, dict[str, Any]] = {}
         self._awaited: dict[str, tuple[float, dict[str, Any]]] = {}
         self._given_up: set[str] = set()
-        self._refusals: dict[str, set[str]] = {}
+        self._spoken: dict[str, set[str]] = {}
         self._renew_at = 0.0
+        self._looked_at = time.monotonic()
         # decode: registrations that have gone out, by the writer; and those that a prefill server says it has dropped,
         # from the writer to the main thread
         self._registered: set[str] = set()
@@ -64,10 +66,14 @@ class BatonPushWorker(Counting, NixlPushConnectorWorker):
         self._stalled_round = -1
         self._forget_at = 0.0
         self._posted: list[Any] = []
-        # prefill, both threads': registrations whose push is under way, by our request; which pushes were completed, by
-        # theirs; and what is over, by the base of their ids
+        # prefill, both threads': registrations whose push is under way, by our request; which pushes were completed and
+        # which failed, by theirs; and what is over, by the base of their ids
         self._writes: dict[str, dict[str, Any]] = {}
         self._pushed: dict[str, float] = {}
+        self._failed: dict[str, float] = {}
+        # prefill, the writer's: the shortest time that a registration took from each sender, by two clocks
+        self._delays: dict[tuple[str, str], float] = {}
+        self._who = f"{get_pp_group().rank_in_group}.{self.tp_rank}"
         self._over: dict[str, float] = {}
         self._prompts: dict[str, tuple[int, bytes | None]] = {}
 
@@ -88,18 +94,14 @@ class BatonPushWorker(Counting, NixlPushConnectorWorker):
                 self._recving_transfers.setdefault(request_id, [])
 
     def get_transfer_results(self) -> Any:
+        # What has come is read before anybody is given up for what has not.
+        results = super().get_transfer_results()
         now = time.monotonic()
+        self._leave_out(now)
         self._lose_patience(now)
-        for request_id, until in list(self._unanswered.items()):
-            if request_id not in self._recving_metadata:
-                del self._unanswered[request_id]
-            elif now > until:
-                logger.warning("nobody answers the cancellation of %s: its blocks are freed", request_id)
-                del self._unanswered[request_id]
-                self._failed_recv_reqs.put(request_id)
+        self._free_unanswered(now)
         self._register_again()
         self._renew(now)
-        results = super().get_transfer_results()
         with self._sending_transfers_lock:
             for request_id in results.finished_sending:
                 self._prompts.pop(request_id, None)
@@ -107,18 +109,39 @@ class BatonPushWorker(Counting, NixlPushConnectorWorker):
                 self._over[get_base_request_id(request_id)] = now
         for request_id in results.finished_recving:
             self._given_up.discard(request_id)
-            self._refusals.pop(request_id, None)
-            self._cancellations.pop(request_id, None)
+            self._spoken.pop(request_id, None)
             self._registered.discard(request_id)
+            self.consumer_notification_counts_by_req.pop(request_id, None)
         return results
+
+    def _leave_out(self, now: float) -> None:
+        """A time in which this process did not look is none in which others did not answer."""
+        gap, self._looked_at = now - self._looked_at, now
+        if gap > self._bounds.stall_seconds / RENEWALS:
+            self._unanswered = {name: until + gap for name, until in self._unanswered.items()}
+            self._awaited = {name: (until + gap, said) for name, (until, said) in self._awaited.items()}
+
+    def _free_unanswered(self, now: float) -> None:
+        for request_id, until in list(self._unanswered.items()):
+            is_over = request_id not in self._recving_metadata
+            if not is_over and now <= until:
+                continue
+            if not is_over:
+                logger.warning("nobody answers the cancellation of %s: its blocks are freed", request_id)
+                self._failed_recv_reqs.put(request_id)
+            del self._unanswered[request_id], self._cancellations[request_id]
 
     def _send(self, request_id: str, registration: dict[str, Any]) -> None:
         self._reg_send_inbox.put((request_id, registration))
         self._push_writer_wake.set()
 
     def _call_off(self, request_id: str, said: dict[str, Any], now: float) -> None:
-        """Tell P that nothing is to be pushed for a registration, until it answers."""
-        cancellation = {**said, "cancelled": True, "registered": True, "decode_tp_rank": self.tp_rank}
+        """Tell P that nothing is to be pushed for a registration, until it answers; not when it is over already."""
+        if request_id not in self._recving_metadata:
+            return
+        # Without blocks nobody can take it for a registration.
+        address = {name: value for name, value in said.items() if name != "local_block_ids"}
+        cancellation = {**address, "cancelled": True, "registered": True, "decode_tp_rank": self.tp_rank}
         self._awaited.pop(request_id, None)
         self._unanswered[request_id] = now + self._bounds.answer_seconds
         self._cancellations[request_id] = cancellation
@@ -157,10 +180,10 @@ class BatonPushWorker(Counting, NixlPushConnectorWorker):
 
     def _send_registration_to_p(self, req_id: str, reg_data: dict[str, Any]) -> None:
         """Send a registration. Only one that never went out fails its request, and frees its blocks, when it cannot."""
+        if not reg_data.get("cancelled") and req_id not in self._recving_metadata:
+            return  # it has waited for a handshake for longer than its request
         if not (reg_data.get("cancelled") or reg_data.get("again")):
             super()._send_registration_to_p(req_id, reg_data)
-            return
-        if reg_data.get("again") and req_id not in self._recving_metadata:
             return
         where = (reg_data[f"remote_{name}"] for name in ("engine_id", "host", "port", "tp_size"))
         ranks = reg_data.get("remote_pp_size", 1)
@@ -177,6 +200,7 @@ class BatonPushWorker(Counting, NixlPushConnectorWorker):
         waiting.add_done_callback(shaken)
 
     def _do_send_reg_notif(self, req_id: str, reg_data: dict[str, Any]) -> None:
+        reg_data = {**reg_data, "sender": self._who, "sent_at": time.monotonic()}
         if not (reg_data.get("cancelled") or reg_data.get("again")):
             self._registered.add(req_id)
             super()._do_send_reg_notif(req_id, reg_data)
@@ -191,34 +215,39 @@ class BatonPushWorker(Counting, NixlPushConnectorWorker):
                 self._log_failure(failure_type="push_reg_notif_failed", req_id=req_id, error=error, remote_rank=rank)
 
     def _get_new_notifs(self) -> set[str]:
-        for _ in range(self._pending_completion_notifs.qsize()):
-            notice = self._pending_completion_notifs.get()
-            said = read(notice)
-            if isinstance(said, Still):
-                if said.request_id in self._unanswered:
-                    self._unanswered[said.request_id] = time.monotonic() + self._bounds.answer_seconds
-            elif said is None or self._counts(said):
-                # Without a ring: this is the step that was rung for.
-                queue.Queue.put(self._pending_completion_notifs, notice if said is None else said.as_completion())
+        while not self._pending_completion_notifs.said.empty():
+            self._hear(self._pending_completion_notifs.said.get())
         made: set[str] = super()._get_new_notifs()
         return made
 
-    def _counts(self, said: No) -> bool:
-        """Whether a no is news: then that rank's part of the transfer is over, and brings nothing."""
+    def _hear(self, said: Said) -> None:
+        """What a rank of a prefill server says beside vLLM's own notices."""
         request_id = said.request_id
-        ranks = self._refusals.setdefault(request_id, set()) if request_id in self._recving_metadata else {said.rank}
+        meta = self._recving_metadata.get(request_id)
+        if meta is None:
+            return
+        if isinstance(said, Still):
+            if request_id in self._unanswered:
+                self._unanswered[request_id] = time.monotonic() + self._patience
+            return
+        ranks = self._spoken.setdefault(request_id, set())
         if said.rank in ranks:
-            return False
+            return
         ranks.add(said.rank)
-        if request_id not in self._unanswered:
-            logger.warning("nothing is pushed for %s: the other engine has not what it asks for", request_id)
-            self.xfer_stats.add("refused_reads")
-            self._given_up.add(request_id)
-        return True
+        if isinstance(said, No):
+            if request_id not in self._unanswered:
+                logger.warning("nothing is pushed for %s: the other engine has not what it asks for", request_id)
+                self.xfer_stats.add("refused_reads")
+                self._given_up.add(request_id)
+            # Without a ring: this is the step that was rung for.
+            queue.Queue.put(self._pending_completion_notifs, said.as_completion())
+        if len(ranks) >= meta.pp_size * max(1, said.ranks // self.world_size):
+            # All have spoken by name: what vLLM has counted, which knows no names, is not waited for.
+            self._recving_transfers.setdefault(request_id, [])
 
     def _engines_with_inflight_transfers(self) -> set[str]:
         """A push is in flight from its registration on."""
-        return super()._engines_with_inflight_transfers() | self._awaited_engines()
+        return self._awaited_engines()
 
     # prefill
 
@@ -241,19 +270,22 @@ class BatonPushWorker(Counting, NixlPushConnectorWorker):
     def _handle_push_reg_notif(self, notif: bytes) -> None:
         self._notice_stall()
         try:
-            registration = msgspec.msgpack.decode(notif[len(PUSH_REG_NOTIF_PREFIX) :])
-            request_id = registration["request_id"]
-            base = get_base_request_id(request_id)
-        except (msgspec.DecodeError, KeyError, TypeError):
+            registration = _registration(notif[len(PUSH_REG_NOTIF_PREFIX) :])
+        except (msgspec.DecodeError, KeyError, TypeError, ValueError):
             logger.warning("a registration that cannot be read was dropped")
             return
+        request_id: str = registration["request_id"]
+        base = get_base_request_id(request_id)
         if registration.get("lost"):
             self._lost.put(request_id)
             self._ringer.ring()
         elif registration.get("cancelled"):
             self._cancel(request_id, registration)
-        elif self._is_done_or_under_way(request_id):
-            pass
+        elif (became := self._what_became_of(request_id)) is not None:
+            if not isinstance(became, Still):
+                self._tell(registration, became.encode())
+        elif self._was_long_on_its_way(registration):
+            self._answer_lost(registration)
         elif base in self._cancelled_at or base in self._over:
             logger.warning("%s comes too late: its blocks were freed, or will be", request_id)
             self._refuse(registration)
@@ -266,23 +298,39 @@ class BatonPushWorker(Counting, NixlPushConnectorWorker):
             registration["received_at"] = time.monotonic()
             super()._handle_push_reg_notif(PUSH_REG_NOTIF_PREFIX + msgspec.msgpack.encode(registration))
 
-    def _is_done_or_under_way(self, request_id: str) -> bool:
+    def _what_became_of(self, request_id: str) -> Said | None:
+        """What there is to say of a push for the decode server's *request_id*; None when there has been none."""
         with self._sending_transfers_lock:
-            return request_id in self._pushed or self._is_written(request_id)
+            if request_id in self._pushed:
+                return Done(request_id, self.world_size, self._who)
+            if request_id in self._failed:
+                return No(request_id, self.world_size, self._who)
+            return Still(request_id) if self._is_written(request_id) else None
 
     def _is_written(self, request_id: str) -> bool:
         """Whether a push for the decode server's *request_id* is under way; with the lock."""
         return any(each["request_id"] == request_id for each in self._writes.values())
 
+    def _was_long_on_its_way(self, registration: dict[str, Any]) -> bool:
+        """Whether a registration took so much longer than others of its sender that its blocks may be somebody else's.
+
+        A network that was cut gives out what it held when it is back. By two clocks, of which only differences count.
+        """
+        sent_at = registration.get("sent_at")
+        if not isinstance(sent_at, float):
+            return False
+        sender = registration["decode_engine_id"], str(registration.get("sender"))
+        took = time.monotonic() - sent_at
+        shortest = self._delays[sender] = min(took, self._delays.get(sender, took))
+        return took - shortest > self._bounds.stall_seconds
+
     def _cancel(self, request_id: str, cancellation: dict[str, Any]) -> None:
         now = time.monotonic()
         self._forget_old(now)
-        with self._sending_transfers_lock:
-            if request_id in self._pushed:
-                return  # its completion is the answer
-            written = self._is_written(request_id)
-        if written:
-            self._tell(cancellation, Still(request_id).encode(), cancellation["decode_tp_rank"])
+        became = self._what_became_of(request_id)
+        if became is not None and not isinstance(became, No):
+            # Of one that is done the completion may have been lost.
+            self._tell(cancellation, became.encode(), cancellation.get("decode_tp_rank"))
             return
         self._cancelled_at[get_base_request_id(request_id)] = now
         self._pending_d_registrations.pop(request_id, None)
@@ -297,7 +345,7 @@ class BatonPushWorker(Counting, NixlPushConnectorWorker):
         if now < self._forget_at:
             return
         self._forget_at = now + FORGET_SECONDS
-        for memory in (self._cancelled_at, self._pushed, self._over):
+        for memory in (self._cancelled_at, self._pushed, self._failed, self._over):
             for name, since in list(memory.items()):
                 if now - since > REMEMBER_SECONDS:
                     memory.pop(name, None)
@@ -306,7 +354,9 @@ class BatonPushWorker(Counting, NixlPushConnectorWorker):
                 del self._pending_d_registrations[name]
 
     def _is_old(self, registration: dict[str, Any]) -> bool:
-        """Whether nobody has renewed it for so long that its blocks may be somebody else's."""
+        """Whether nobody has renewed it for so long that its blocks may be somebody else's; stock engines never do."""
+        if "prompt" not in registration:
+            return False
         since = registration.get("received_at", 0.0)
         return bool(time.monotonic() - since > self._bounds.stall_seconds)
 
@@ -384,6 +434,7 @@ class BatonPushWorker(Counting, NixlPushConnectorWorker):
             nothing = request_id in self._writes and request_id not in self._sending_transfers
             if nothing:
                 del self._writes[request_id]
+                self._failed[registration["request_id"]] = time.monotonic()
         if nothing:
             self._say_it_failed(registration)
 
@@ -407,7 +458,7 @@ class BatonPushWorker(Counting, NixlPushConnectorWorker):
         self._pending_completion_notifs.put(f"{request_id}:{self.world_size}".encode())
 
     def _no(self, registration: dict[str, Any]) -> bytes:
-        return No(registration["request_id"], self.world_size, f"{getattr(self, 'pp_rank', 0)}.{self.tp_rank}").encode()
+        return No(registration["request_id"], self.world_size, self._who).encode()
 
     def _refuse(self, said: dict[str, Any]) -> None:
         """Tell the decode server's ranks, or the one that cancels, that nothing will be written (any more)."""
@@ -484,6 +535,7 @@ class BatonPushWorker(Counting, NixlPushConnectorWorker):
                 if registration is None:
                     continue
                 if request_id in failed or request_id in self._send_failures:
+                    self._failed[registration["request_id"]] = time.monotonic()
                     self._say_it_failed(registration)
                 else:
                     self._pushed[registration["request_id"]] = time.monotonic()
@@ -493,3 +545,26 @@ class BatonPushWorker(Counting, NixlPushConnectorWorker):
 def _decode_server(said: dict[str, Any]) -> tuple[str, str, int, int]:
     """Engine id, address and tensor parallel size of whoever has said this."""
     return said["decode_engine_id"], said["decode_host"], said["decode_port"], said["decode_tp_size"]
+
+
+_ADDRESS = (("request_id", str), ("decode_engine_id", str), ("decode_host", str), ("decode_port", int))
+
+
+def _registration(raw: bytes) -> dict[str, Any]:
+    """What a decode server has sent, without what only this side writes into it.
+
+    Raises:
+        DecodeError, KeyError, TypeError, ValueError: it is none.
+    """
+    said: dict[str, Any] = msgspec.msgpack.decode(raw, type=dict[str, Any])
+    if said.get("lost"):
+        return {"request_id": str(said["request_id"]), "lost": True}
+    for name, kind in (*_ADDRESS, ("decode_tp_size", int)):
+        if not isinstance(said[name], kind):
+            raise ValueError(f"{name} is {said[name]!r}")
+    if not said.get("cancelled") and not isinstance(said["local_block_ids"], list):
+        raise ValueError("local_block_ids is no list")
+    prompt = said.get("prompt")
+    if prompt is not None and not (isinstance(prompt, list) and len(prompt) == 2):
+        raise ValueError("prompt is no pair")
+    return {name: value for name, value in said.items() if name not in ("notice", "unmet", "received_at")}

@@ -108,6 +108,11 @@ class Counting(NixlBaseConnectorWorker):
         pending.add_done_callback(others_is_over)
         return own
 
+    def _send_heartbeats(self, metadata: Any) -> None:
+        # In write mode another thread may forget a lost peer between vLLM's looks at it.
+        with self._shaking_lock:
+            super()._send_heartbeats(metadata)
+
     def _handle_heartbeat(self, payload: str) -> None:
         renewed = sum(request_id in self._reqs_to_send for request_id in payload.split(","))
         if renewed:
@@ -132,10 +137,8 @@ class Counting(NixlBaseConnectorWorker):
             self.nixl_wrapper.release_dlist_handle(handle)
         for name in BY_ENGINE:
             getattr(self, name).pop(engine_id, None)
-        if self.transfer_topo is not None:
+        if self.transfer_topo is not None and engine_id not in self._lost_sizes:
             self.transfer_topo.unregister_remote_engine(engine_id)
-            if engine_id in self._lost_sizes:
-                self.transfer_topo.register_remote_engine(engine_id, self._lost_sizes[engine_id])
 
 
 class LateNotices:
