@@ -7,6 +7,7 @@ import contextlib
 import json
 import logging
 import re
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -16,9 +17,11 @@ from aiohttp import web
 from baton.cluster import Role
 from baton.http import Request
 from baton.proxy import OnNoTransfer, Proxy, ProxySettings, warm_up
+from baton.proxy.breaker import BreakerRules
 from baton.proxy.warm_up import WarmUp, key, pairs
 from tests.proxy.fakes import FakeEngine, House, decode_answer, hang, prefill_answer, until, with_house
 from tests.proxy.test_fleet import fleet
+from tests.proxy.test_health import fail
 
 
 async def healthy(house: House, seconds: float = 10.0) -> None:
@@ -367,3 +370,39 @@ def test_a_slow_pair_has_a_line_of_its_own(caplog: pytest.LogCaptureFixture, mon
     assert said[0] == "warming up: one small hand-off for each new pair"
     assert said[1].startswith("warm-up of P0 to D0 took ")
     assert said[2].startswith("warmed up: 1 pairs in ")
+
+
+@pytest.mark.parametrize("broken", ["breaker", "hand_offs"])
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+def test_what_is_half_open_is_well_again_by_a_hand_off_where_no_request_comes(role: Role, broken: str) -> None:
+    """Whoever waits until all are ready sends none."""
+
+    async def test(house: House) -> None:
+        await healthy(house)
+        assert house.proxy.fleet.pools[role][0].usable
+        (instance,) = house.proxy.fleet.pools[role]
+        asked = len(house.decode[0].bodies)
+        getattr(instance, broken).trip(time.monotonic(), "500")
+        house.proxy.fleet.on_change()
+        instance._settle("it is tripped")
+        assert not instance.usable
+        await until(lambda: instance.usable)
+        assert len(house.decode[0].bodies) == asked + 2
+
+    with_house(test, warm_up=True, breaker=BreakerRules(successes=2, open_seconds=0.05), probe_interval_seconds=0.02)
+
+
+def test_what_is_half_open_and_fails_its_hand_off_is_out_again() -> None:
+    async def test(house: House) -> None:
+        await healthy(house)
+        (decode,) = house.proxy.fleet.pools[Role.DECODE]
+        house.decode[0].answer = fail
+        decode.hand_offs.trip(time.monotonic(), "500")
+        decode._settle("it is tripped")
+        asked = len(house.decode[0].bodies)
+        await until(lambda: len(house.decode[0].bodies) > asked + 1)
+        assert not decode.usable
+        house.decode[0].answer = None
+        await until(lambda: decode.usable)
+
+    with_house(test, warm_up=True, breaker=BreakerRules(successes=1, open_seconds=0.05), probe_interval_seconds=0.02)

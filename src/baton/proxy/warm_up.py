@@ -195,13 +195,17 @@ class WarmUp:
         await asyncio.gather(*running, return_exceptions=True)
 
     def _is_due(self, pair: Pair) -> bool:
-        if not both_usable(pair):
+        now = time.monotonic()
+        if not all(each.usable or each.admits(now) for each in pair):
             return False
+        if not both_usable(pair):
+            # A hand-off is the trial of what is half-open: no client may come, as long as it is not well.
+            return now >= self._again.get(key(pair), (0, 0.0))[1]
         if self._tried.get(key(pair)) != starts(pair):
             return True
         failures, at = self._again.get(key(pair), (0, 0.0))
         # What is a reason not to be ready, or said to be wrong, is looked at until it is well.
-        return failures > 0 and (failures < TRIES or not self._lenient()) and time.monotonic() >= at
+        return failures > 0 and (failures < TRIES or not self._lenient()) and now >= at
 
     def _on_done(self, task: asyncio.Task[None]) -> None:
         del self._running[task]
@@ -211,7 +215,8 @@ class WarmUp:
         """Warm one pair up, whatever comes of it; counts and logs."""
         prefill, decode = pair
         tried, started, cause, reason = starts(pair), time.monotonic(), Cause.BROKEN, None
-        proof = Proof.UNPROVEN
+        proof, fleet = Proof.UNPROVEN, self._way.fleet
+        trials = [trial for each in pair if not each.usable for trial in each.try_now()]
         try:
             async with asyncio.timeout(self._pair_seconds):
                 proof = await hand_over(self._way, prefill, decode, self._headers)
@@ -227,6 +232,13 @@ class WarmUp:
             # Whatever an engine answers: health must not wait for a pair for ever.
             logger.exception("a warm-up broke")
             reason = repr(error)
+        finally:
+            for breaker, since in trials:
+                breaker.give_up(since)
+        if reason is None:
+            fleet.pair_worked(prefill, decode)
+        elif trials:
+            fleet.pair_failed(prefill, decode, reason)
         failures, _ = self._again.pop(key(pair), (0, 0.0))
         failures = 0 if self._tried.get(key(pair)) != tried else failures
         self._tried[key(pair)], self._proved_at[key(pair)] = tried, time.monotonic()
