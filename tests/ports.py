@@ -44,7 +44,11 @@ def free_range(count: int) -> int:
     """The first of *count* free ports in a row."""
     while True:
         first = free_port()
+        rest = range(first + 1, first + count)
+        if _given.intersection(rest):
+            continue
         with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
-            for port in range(first, first + count):
+            for port in rest:
                 stack.enter_context(socket.create_server(("127.0.0.1", port)))
+            _given.update(rest)
             return first
