@@ -14,7 +14,6 @@ from baton.http import ClientError, Limits, Request, Responder, Response
 from baton.http.client_connection import ClientConnection
 from baton.http.connection import Connection
 from baton.http.outbox import Outbox
-from baton.http.pace import Pace
 from baton.http.server import plain_refusal
 
 
@@ -89,7 +88,6 @@ class Desk:
         self.connections: set[Connection] = set()
         self.outbox = Outbox()
         self.busy = 0
-        self.pace = Pace(cast(Any, self))
         self.seen: list[Request] = []
         self.jobs: deque[Job] = deque()
         self.now = 0.0

@@ -18,7 +18,6 @@ import httptools
 
 from baton.http.messages import Header, Request, head, status_line
 from baton.http.outbox import Outbox
-from baton.http.pace import LIGHT, Pace
 from baton.http.responder import Responder
 from baton.http.rules import Limits, Refused, check_head, is_path, origin_form
 
@@ -48,10 +47,6 @@ class Host(Protocol):
     connections: set[Connection]
     outbox: Outbox
     busy: int
-
-    @property
-    def pace(self) -> Pace:
-        """When handlers begin."""
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
@@ -296,12 +291,9 @@ class Connection(asyncio.Protocol):
 
     async def _run(self, request: Request, responder: Responder) -> None:
         """One handler; whatever it leaves open is closed here."""
-        server = self._server
-        server.busy += 1
+        self._server.busy += 1
         try:
-            if request.method not in LIGHT and not server.pace.begins():
-                await server.pace.turn()
-            await server.handler(request, responder)
+            await self._server.handler(request, responder)
         except asyncio.CancelledError:
             # The client has left, or the server gives up waiting: nobody reads an answer.
             self.abort()
@@ -312,7 +304,7 @@ class Connection(asyncio.Protocol):
             if not responder.ended:
                 logger.error("a handler left %s without a whole answer", request.path)
                 self._finish(responder)
-        server.busy -= 1
+        self._server.busy -= 1
         self._done(request)
 
     def _finish(self, responder: Responder) -> None:

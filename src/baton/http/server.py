@@ -9,7 +9,6 @@ import ssl
 
 from baton.http.connection import Connection, Handler, Refusal
 from baton.http.outbox import Outbox
-from baton.http.pace import Pace
 from baton.http.rules import Limits
 
 SWEEP_SECONDS = 1.0
@@ -43,13 +42,6 @@ class Server:
         self._drained: asyncio.Event | None = None
         self._sweeping: asyncio.TimerHandle | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._pace: Pace | None = None
-
-    @property
-    def pace(self) -> Pace:
-        if self._pace is None:
-            self._pace = Pace(self.loop)
-        return self._pace
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
