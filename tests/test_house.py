@@ -17,13 +17,14 @@ MAY_IMPORT = {
     "cluster": set(),
     "counters": set(),
     "hand_over": set(),
+    "numbers": set(),
     "models": set(),
-    "engine": set(),
+    "engine": {"numbers"},
     "http": set(),
     "proxy": {"cluster", "counters", "hand_over", "http"},
-    "launch": {"cluster", "counters", "hand_over", "models", "engine"},
+    "launch": {"cluster", "counters", "hand_over", "numbers", "models", "engine"},
     "sim": {"cluster", "hand_over", "http", "proxy"},
-    "cli": {"cluster", "http", "models", "engine", "proxy", "launch", "sim"},
+    "cli": {"cluster", "http", "numbers", "models", "engine", "proxy", "launch", "sim"},
 }
 
 
