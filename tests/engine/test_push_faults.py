@@ -345,7 +345,7 @@ def test_a_registration_that_is_none_is_dropped(sides: tuple[Side, Side], wrong:
     p.worker._handle_push_reg_notif(PUSH_REG_NOTIF_PREFIX + msgspec.msgpack.encode(sent))
     assert list(p.worker._pending_d_registrations) == known
     p.worker._handle_push_reg_notif(
-        PUSH_REG_NOTIF_PREFIX + msgspec.msgpack.encode({**sent, **dict.fromkeys(wrong, good[next(iter(wrong))])})
+        PUSH_REG_NOTIF_PREFIX + msgspec.msgpack.encode({**sent, **{name: good[name] for name in wrong}})
     )
     assert "notice" not in p.worker._pending_d_registrations["cmpl-b-0-22222222"]
 

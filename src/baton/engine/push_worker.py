@@ -71,11 +71,12 @@ class BatonPushWorker(Counting, NixlPushConnectorWorker):
         self._writes: dict[str, dict[str, Any]] = {}
         self._pushed: dict[str, float] = {}
         self._failed: dict[str, float] = {}
-        # prefill, the writer's: the shortest time that a registration took from each sender, by two clocks
-        self._delays: dict[tuple[str, str], float] = {}
-        self._who = f"{get_pp_group().rank_in_group}.{self.tp_rank}"
         self._over: dict[str, float] = {}
         self._prompts: dict[str, tuple[int, bytes | None]] = {}
+        # prefill, the writer's: the shortest time that a registration took from each sender, by two clocks
+        self._delays: dict[tuple[str, str], float] = {}
+        # both: this rank's name in what it says
+        self._who = f"{get_pp_group().rank_in_group}.{self.tp_rank}"
 
     # decode
 
@@ -304,7 +305,7 @@ class BatonPushWorker(Counting, NixlPushConnectorWorker):
             if request_id in self._pushed:
                 return Done(request_id, self.world_size, self._who)
             if request_id in self._failed:
-                return No(request_id, self.world_size, self._who)
+                return self._no(request_id)
             return Still(request_id) if self._is_written(request_id) else None
 
     def _is_written(self, request_id: str) -> bool:
@@ -364,7 +365,7 @@ class BatonPushWorker(Counting, NixlPushConnectorWorker):
         self._notice_stall()
         self._forget_old(time.monotonic())
         if get_base_request_id(request_id) in self._cancelled_at:
-            return {"request_id": request_id, "cancelled": True, "registered": False}
+            return {"request_id": request_id, "cancelled": True}
         found: dict[str, Any] | None = super()._pop_matching_registration(request_id)
         return found
 
@@ -450,19 +451,21 @@ class BatonPushWorker(Counting, NixlPushConnectorWorker):
         Our own blocks stay until their lease ends.
         """
         logger.warning("what was to be written for %s was not", registration["request_id"])
-        self._deferred_push_inbox.put(("", (), self._noticing(registration, self._no(registration), None)))
+        self._deferred_push_inbox.put(
+            ("", (), self._noticing(registration, self._no(registration["request_id"]).encode(), None))
+        )
         self._push_writer_wake.set()
 
     def _free(self, request_id: str) -> None:
         """Have the main thread release *request_id*'s blocks, as when all its readers had been served."""
         self._pending_completion_notifs.put(f"{request_id}:{self.world_size}".encode())
 
-    def _no(self, registration: dict[str, Any]) -> bytes:
-        return No(registration["request_id"], self.world_size, self._who).encode()
+    def _no(self, request_id: str) -> No:
+        return No(request_id, self.world_size, self._who)
 
     def _refuse(self, said: dict[str, Any]) -> None:
         """Tell the decode server's ranks, or the one that cancels, that nothing will be written (any more)."""
-        self._tell(said, self._no(said), said.get("decode_tp_rank"))
+        self._tell(said, self._no(said["request_id"]).encode(), said.get("decode_tp_rank"))
 
     def _answer_lost(self, registration: dict[str, Any]) -> None:
         """Tell all ranks, which have all registered, that nothing will be written unless they register again."""
@@ -547,7 +550,7 @@ def _decode_server(said: dict[str, Any]) -> tuple[str, str, int, int]:
     return said["decode_engine_id"], said["decode_host"], said["decode_port"], said["decode_tp_size"]
 
 
-_ADDRESS = (("request_id", str), ("decode_engine_id", str), ("decode_host", str), ("decode_port", int))
+_ADDRESS = {"request_id": str, "decode_engine_id": str, "decode_host": str, "decode_port": int, "decode_tp_size": int}
 
 
 def _registration(raw: bytes) -> dict[str, Any]:
@@ -559,7 +562,7 @@ def _registration(raw: bytes) -> dict[str, Any]:
     said: dict[str, Any] = msgspec.msgpack.decode(raw, type=dict[str, Any])
     if said.get("lost"):
         return {"request_id": str(said["request_id"]), "lost": True}
-    for name, kind in (*_ADDRESS, ("decode_tp_size", int)):
+    for name, kind in _ADDRESS.items():
         if not isinstance(said[name], kind):
             raise ValueError(f"{name} is {said[name]!r}")
     if not said.get("cancelled") and not isinstance(said["local_block_ids"], list):
